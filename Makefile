@@ -1,0 +1,35 @@
+# On a fresh clone: `make demo` and `make test` set up a virtual environment in .venv and run.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-fast style quality clean
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,test,quality]"
+	touch $@
+
+# The main job on a real model: SmolLM2-135M-Instruct, or MODEL=<folder or Hub id>. SHORT=1 for a short run.
+demo: $(INSTALLED)
+	$(BIN)/gated-attention demo $(if $(MODEL),--model $(MODEL)) $(if $(SHORT),--short)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest tests
+
+# Without the real model and without building wheels.
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest tests -m "not slow"
+
+style: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+quality: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

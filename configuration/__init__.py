@@ -1,0 +1,13 @@
+"""Configuration of gated attention models."""
+
+if __name__ != "gated_attention.configuration":
+    # A second import of this folder under another name would make a second, incompatible `GatedAttentionConfig`.
+    raise ImportError(
+        f"this folder was imported as {__name__!r}; install the project (`pip install -e .`) and write "
+        "`from gated_attention import GatedAttentionConfig` instead"
+    )
+
+from .configuration_gated_attention import GatedAttentionConfig
+
+
+__all__ = ["GatedAttentionConfig"]

@@ -1,0 +1,13 @@
+"""Models with gated attention; importing this registers them with transformers' Auto classes."""
+
+from .modeling_gated_attention import (
+    GatedAttentionForCausalLM,
+    GatedAttentionModel,
+    GatedAttentionPreTrainedModel,
+)
+from .registration import register
+
+
+register()
+
+__all__ = ["GatedAttentionForCausalLM", "GatedAttentionModel", "GatedAttentionPreTrainedModel"]

@@ -1,0 +1,244 @@
+# Copyright 2026 The gated_attention authors. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Decoder-only language models with gated attention: the base model and its heads."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ..configuration.configuration_gated_attention import GatedAttentionConfig
+from .attention import GatedAttention
+from .bundle import AUTO_MAP, remove_stale_weights, weight_file_states, write_code_bundle
+from .decoder import GatedAttentionDecoderLayer
+
+
+class GatedAttentionPreTrainedModel(PreTrainedModel):
+    """
+    What the base model and its heads share: loading that insists on the gates, and saving that carries the code along.
+    """
+
+    config: GatedAttentionConfig
+    config_class = GatedAttentionConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GatedAttentionDecoderLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": GatedAttentionDecoderLayer, "attentions": GatedAttention}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
+        """
+        As [`~transformers.PreTrainedModel.from_pretrained`], except that a gate which the checkpoint lacks is an error:
+        transformers would fill it with random numbers, which ruins the model, and merely warn.
+
+        Raises:
+            `ValueError`: the checkpoint has no tensor, or one of another shape, for one of the gates.
+        """
+        model, loading_info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        missing = {name for name in loading_info.get("missing_keys", ()) if ".g_proj." in name}
+        # A mismatched key comes as (name, shape on disk, shape in the model).
+        missing |= {entry[0] for entry in loading_info.get("mismatched_keys", ()) if ".g_proj." in entry[0]}
+        if missing:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not fill these gates: {', '.join(sorted(missing))}. A checkpoint "
+                "without gates gets them with `gated-attention convert SOURCE TARGET`; one that had them is damaged and "
+                "should be fetched or converted again"
+            )
+        return (model, loading_info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
+        """
+        As [`~transformers.PreTrainedModel.save_pretrained`], and the folder is self-contained: it holds the model's code
+        and an `auto_map`, so that `trust_remote_code=True` loads it where this package is not installed. Weight files of
+        an earlier save that transformers would leave, and then load instead of the new ones, are removed.
+        """
+        variant = kwargs.get("variant", args[4] if len(args) > 4 else None)
+        is_adapter = getattr(self, "_hf_peft_config_loaded", False)
+        writes = self.should_save_on_this_rank(is_main_process)
+        before = weight_file_states(save_directory, variant)
+        if writes and not is_adapter:
+            self.config.auto_map = dict(AUTO_MAP)
+            # Before the weights: `push_to_hub=True` uploads from within the parent's method.
+            write_code_bundle(save_directory)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if writes and not is_adapter:
+            remove_stale_weights(save_directory, variant, before)
+
+
+class GatedAttentionModel(GatedAttentionPreTrainedModel):
+    """The decoder without a head: `config.num_hidden_layers` layers of [`GatedAttentionDecoderLayer`]."""
+
+    def __init__(self, config: GatedAttentionConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            [GatedAttentionDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, sequence)`): Token ids; or give `inputs_embeds`.
+            attention_mask (`torch.Tensor` of shape `(batch, sequence)`): 1 for tokens, 0 for padding.
+            position_ids (`torch.LongTensor` of shape `(batch, sequence)`):
+                Positions; restarting ones, without a mask and without a cache, separate packed documents.
+            cache (`Cache`): Keys and values of the tokens before these.
+            inputs_embeds (`torch.Tensor` of shape `(batch, sequence, hidden_size)`): Instead of `input_ids`.
+            use_cache (`bool`): Whether to return a cache.
+
+        Returns:
+            `BaseModelOutputWithPast` with `last_hidden_state` of shape `(batch, sequence, hidden_size)`.
+        """
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+
+        if position_ids is None:
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            cache=cache,
+            position_ids=position_ids,
+        )
+
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+
+        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = decoder_layer(
+                hidden_states,
+                attention_mask=causal_mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                cache=cache,
+                use_cache=use_cache,
+                **kwargs,
+            )
+
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
+
+
+class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
+    """The decoder with a language modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: GatedAttentionConfig):
+        super().__init__(config)
+        self.model = GatedAttentionModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """
+        Args are those of [`GatedAttentionModel.forward`], and:
+            labels (`torch.LongTensor` of shape `(batch, sequence)`):
+                Token ids to predict, shifted inside; -100 is ignored.
+            logits_to_keep (`int` or `torch.Tensor`): Compute the last so many logits only (0: all), or those at indices.
+
+        Returns:
+            `CausalLMOutputWithPast` with `logits` of shape `(batch, sequence, vocab_size)`.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden_states)
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = ["GatedAttentionForCausalLM", "GatedAttentionModel", "GatedAttentionPreTrainedModel"]

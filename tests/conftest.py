@@ -1,0 +1,122 @@
+"""Tiny models and checkpoints that every test builds on. Every parameter is random, norms and biases included."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM
+
+
+logging.disable_progress_bar()
+
+# heads * head_dim (40) differs from hidden_size (32), and query heads outnumber key/value heads: wrong layouts show.
+TINY_SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def offline():
+    """No test may reach for the network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+def randomise(model, seed: int = 0):
+    """Give every parameter random values at which each matters: norms around 1, the rest around 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * 0.2
+            parameter.copy_(1 + noise if "norm" in name else noise)
+    return model.eval()
+
+
+def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
+    return randomise(LlamaForCausalLM(LlamaConfig(**{**TINY_SHAPE, **overrides})), seed)
+
+
+def tiny_gated(seed: int = 0, **overrides) -> GatedAttentionForCausalLM:
+    return randomise(GatedAttentionForCausalLM(GatedAttentionConfig(**{**TINY_SHAPE, **overrides})), seed)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(vocab_size=TINY_SHAPE["vocab_size"], special_tokens=["<unk>", "<s>", "</s>"])
+    tokenizer.train_from_iterator(["the gate opens and the sink closes", "attention to the first token"] * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def tiny_input_ids(batch: int = 2, sequence: int = 24, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, TINY_SHAPE["vocab_size"], (batch, sequence), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(model, input_ids=None) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tiny_input_ids() if input_ids is None else input_ids, use_cache=False).logits
+
+
+def save_source(folder: Path, model=None, sharded: bool = False, tokenizer: bool = True, dtype=None) -> Path:
+    """A Llama checkpoint on disk as a Hub download looks, in one file or in several."""
+    model = model or tiny_llama()
+    if dtype is not None:
+        model = model.to(dtype)
+    model.save_pretrained(folder, max_shard_size="20KB" if sharded else "5GB")
+    if tokenizer:
+        tiny_tokenizer().save_pretrained(folder)
+    (folder / "README.md").write_text(
+        "---\nlicense: apache-2.0\nlanguage: en\n---\n# Tiny\n![plot](images/plot.png)\n"
+    )
+    (folder / "LICENSE").write_text("some licence\n")
+    (folder / "images").mkdir()
+    (folder / "images" / "plot.png").write_bytes(b"\x89PNG not really")
+    return folder
+
+
+def tree_hashes(folder: Path) -> dict[str, str]:
+    """Hash of every file in a folder, links followed, to show that nothing changed."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return save_source(tmp_path / "source")
+
+
+@pytest.fixture
+def sharded_source(tmp_path) -> Path:
+    return save_source(tmp_path / "source", sharded=True)
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return tmp_path / "target"

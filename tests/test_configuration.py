@@ -1,0 +1,62 @@
+"""A config says what a model is: it round-trips, and refuses what has no meaning with the field, the rule and the value."""
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from gated_attention import GatedAttentionConfig
+
+
+def test_defaults_are_the_gate_of_qwen3_next():
+    config = GatedAttentionConfig()
+    gate = (
+        config.gate_positions,
+        config.gate_granularity,
+        config.gate_activation,
+        config.gate_bias,
+        config.gate_scale,
+    )
+    assert gate == (["sdpa_output"], "elementwise", "sigmoid", False, 1.0)
+
+
+def test_round_trip_through_auto_config(tmp_path):
+    config = GatedAttentionConfig(
+        hidden_size=48, num_attention_heads=6, gate_granularity="headwise", gate_scale=2.0, v_bias=True
+    )
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is GatedAttentionConfig
+    assert {**loaded.to_dict(), "_name_or_path": ""} == config.to_dict()
+
+
+def test_derived_fields():
+    config = GatedAttentionConfig(hidden_size=64, num_attention_heads=4)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"gate_granularity": "rowwise"}, ["gate_granularity", "rowwise", "headwise"]),
+        ({"gate_positions": ["output"]}, ["gate_positions", "output", "sdpa_output"]),
+        ({"gate_positions": []}, ["gate_positions", "[]"]),
+        ({"gate_positions": ["sdpa_output", "sdpa_output"]}, ["gate_positions", "twice"]),
+        ({"gate_activation": "tanh"}, ["gate_activation", "tanh", "sigmoid"]),
+        ({"gate_scale": 0.0}, ["gate_scale", "positive", "0.0"]),
+        ({"gate_scale": float("inf")}, ["gate_scale", "finite", "inf"]),
+        ({"gate_bias": "yes"}, ["gate_bias", "yes"]),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 8}, ["num_key_value_heads", "divide", "4"]),
+        ({"head_dim": 7}, ["head_dim", "even", "7"]),
+        ({"hidden_size": 30, "num_attention_heads": 4}, ["head_dim", "30", "4"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"hidden_size": "big"}, ["hidden_size", "big"]),
+        ({"gate_granularty": "headwise"}, ["gate_granularty", "gate_granularity"]),
+        ({"attention_bias": True}, ["attention_bias", "qk_bias", "v_bias", "o_bias"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_refusals_name_field_rule_and_value(fields, named):
+    with pytest.raises((StrictDataclassError, TypeError, ValueError)) as error:
+        GatedAttentionConfig(**fields)
+    for word in named:
+        assert word in str(error.value)

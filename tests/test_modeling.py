@@ -1,0 +1,200 @@
+"""The model computes what the paper's equations say, on every backend, and equals its source where the gate is the identity."""
+
+import math
+
+import pytest
+import torch
+from conftest import TINY_SHAPE, logits_of, randomise, tiny_gated, tiny_input_ids, tiny_llama
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM, GatedAttentionModel
+from gated_attention.modeling_gated.attention import GatedAttention
+from gated_attention.modeling_gated.gate import apply_gate
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BACKENDS = ["eager", "sdpa"]
+
+
+def naive_gated_attention(attention: GatedAttention, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+    """The layer for one sequence `(length, hidden_size)`, head by head and token by token, with no broadcasting."""
+    config, dim = attention.config, attention.head_dim
+    length, heads = hidden.shape[0], config.num_attention_heads
+    group = heads // config.num_key_value_heads
+
+    def project(linear, token, head, width):
+        rows = slice(head * width, (head + 1) * width)
+        result = linear.weight[rows] @ hidden[token]
+        return result + linear.bias[rows] if linear.bias is not None else result
+
+    def rotate(vector, token):
+        half = dim // 2
+        turned = torch.cat([-vector[half:], vector[:half]])
+        return vector * cos[token] + turned * sin[token]
+
+    outputs = []
+    for token in range(length):
+        gated_heads = []
+        for head in range(heads):
+            query = rotate(project(attention.q_proj, token, head, dim), token)
+            scores = []
+            for earlier in range(token + 1):
+                key = rotate(project(attention.k_proj, earlier, head // group, dim), earlier)
+                scores.append(float(query @ key) / math.sqrt(dim))
+            weights = [math.exp(score - max(scores)) for score in scores]
+            mixed = torch.zeros(dim, dtype=hidden.dtype)
+            for earlier, weight in enumerate(weights):
+                mixed += weight / sum(weights) * project(attention.v_proj, earlier, head // group, dim)
+            width = 1 if config.gate_granularity == "headwise" else dim
+            logits = project(attention.g_proj, token, head, width)
+            for channel in range(dim):
+                logit = float(logits[0] if width == 1 else logits[channel])
+                mixed[channel] *= config.gate_scale / (1 + math.exp(-logit))
+            gated_heads.append(mixed)
+        output = attention.o_proj.weight @ torch.cat(gated_heads)
+        outputs.append(output + attention.o_proj.bias if attention.o_proj.bias is not None else output)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "all_biases"])
+@pytest.mark.parametrize("gate_scale", [1.0, 2.0], ids=["scale1", "scale2"])
+@pytest.mark.parametrize("granularity", ["headwise", "elementwise"])
+def test_attention_equals_naive_reference(granularity, gate_scale, biases):
+    config = GatedAttentionConfig(
+        **TINY_SHAPE,
+        gate_granularity=granularity,
+        gate_scale=gate_scale,
+        gate_bias=biases,
+        qk_bias=biases,
+        v_bias=biases,
+        o_bias=biases,
+        attn_implementation="eager",
+    )
+    attention = randomise(GatedAttention(config, layer_idx=0)).double()
+    hidden = torch.randn(1, 6, config.hidden_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    cos, sin = LlamaRotaryEmbedding(config)(hidden, torch.arange(6)[None])
+    mask = torch.full((6, 6), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+    with torch.no_grad():
+        output, _ = attention(hidden, position_embeddings=(cos, sin), attention_mask=mask)
+        expected = naive_gated_attention(attention, hidden[0], cos[0], sin[0])
+    # The eager softmax runs in float32, hence 1e-6 rather than float64's own precision.
+    torch.testing.assert_close(output[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zero_logits_with_scale_2_are_exactly_one_at_any_magnitude(dtype):
+    info = torch.finfo(dtype)
+    values = torch.tensor([info.max, -info.max, info.smallest_normal, info.smallest_normal * 2**-5, 0.1, -3.0, 0.0])
+    attn_output = values.to(dtype).view(1, 1, 1, -1)
+    gated = apply_gate(attn_output, torch.zeros(1, 1, 1, dtype=dtype), "sigmoid", 2.0)
+    assert torch.equal(gated, attn_output)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("granularity", ["headwise", "elementwise"])
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+def test_identity_gate_equals_llama_bit_for_bit(granularity, dtype, backend, biases):
+    llama = tiny_llama(attention_bias=biases, mlp_bias=biases).to(dtype)
+    config = GatedAttentionConfig(
+        **TINY_SHAPE,
+        gate_granularity=granularity,
+        gate_scale=2.0,
+        qk_bias=biases,
+        v_bias=biases,
+        o_bias=biases,
+        mlp_bias=biases,
+    )
+    gated = GatedAttentionForCausalLM(config).eval().to(dtype)
+    result = gated.load_state_dict(llama.state_dict(), strict=False)
+    assert not result.unexpected_keys
+    assert all(".g_proj." in name for name in result.missing_keys)
+    for layer in gated.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.g_proj.weight)
+    llama.set_attn_implementation(backend)
+    gated.set_attn_implementation(backend)
+    assert torch.equal(logits_of(gated), logits_of(llama))
+
+
+@pytest.mark.parametrize("granularity", ["headwise", "elementwise"])
+def test_gates_matter_and_learn_from_the_identity(granularity):
+    model = tiny_gated(gate_granularity=granularity, gate_scale=2.0)
+    gated = logits_of(model)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.g_proj.weight)
+    assert not torch.equal(logits_of(model), gated)
+    model(tiny_input_ids(), labels=tiny_input_ids()).loss.backward()
+    for layer in model.model.layers:
+        assert layer.self_attn.g_proj.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("granularity", ["headwise", "elementwise"])
+def test_cached_decoding_equals_full_forward(granularity, backend):
+    model = tiny_gated(gate_granularity=granularity)
+    model.set_attn_implementation(backend)
+    prompt = tiny_input_ids(batch=2, sequence=7)
+    generated = model.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    expected = prompt
+    for _ in range(9):
+        expected = torch.cat([expected, logits_of(model, expected)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(generated, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_left_padding_changes_nothing_for_the_tokens(backend):
+    model = tiny_gated()
+    model.set_attn_implementation(backend)
+    tokens = tiny_input_ids(batch=1, sequence=9)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), tokens], dim=1)
+    mask = (torch.arange(13) >= 4).long()[None]
+    with torch.no_grad():
+        logits = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    # Other shapes take other paths through the matrix products: float32 rounding.
+    torch.testing.assert_close(logits[:, 4:], logits_of(model, tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_documents_do_not_see_each_other(backend):
+    model = tiny_gated()
+    model.set_attn_implementation(backend)
+    first, second = tiny_input_ids(1, 7, seed=5), tiny_input_ids(1, 9, seed=6)
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    with torch.no_grad():
+        packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
+    apart = torch.cat([logits_of(model, first), logits_of(model, second)], dim=1)
+    torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_gated(attention_dropout=0.0).train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(tiny_input_ids(), labels=tiny_input_ids(), use_cache=False).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_hidden_states_and_attentions_are_returned():
+    model = tiny_gated(attn_implementation="eager")
+    outputs = model(tiny_input_ids(2, 5), output_hidden_states=True, output_attentions=True)
+    assert len(outputs.hidden_states) == TINY_SHAPE["num_hidden_layers"] + 1
+    assert [attention.shape for attention in outputs.attentions] == [(2, 4, 5, 5)] * TINY_SHAPE["num_hidden_layers"]
+
+
+def test_auto_classes_know_the_model_and_importing_again_changes_nothing():
+    from gated_attention.modeling_gated.registration import register
+
+    register()
+    register()
+    config = GatedAttentionConfig(**TINY_SHAPE)
+    assert type(AutoModel.from_config(config)) is GatedAttentionModel
+    assert type(AutoModelForCausalLM.from_config(config)) is GatedAttentionForCausalLM
+
+
+def test_tied_head_shares_the_embedding():
+    model = tiny_gated(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
