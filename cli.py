@@ -1,0 +1,84 @@
+"""The `gated-attention` command. Heavy imports stay inside the commands, so that `--help` answers at once."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ._version import __version__
+
+
+app = typer.Typer(
+    name="gated-attention",
+    help="Gated attention for Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"gated-attention {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of the checkpoint; never written to.")],
+    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    granularity: Annotated[
+        Literal["headwise", "elementwise"], typer.Option(help="One gate a head, or one a channel of a head.")
+    ] = "headwise",
+    gate_bias: Annotated[bool, typer.Option("--gate-bias", help="Give the gates a bias, zero at first.")] = False,
+    link: Annotated[
+        Literal["copy", "hard"], typer.Option(help="Copy the source's shards, or hard-link them (no space, no time).")
+    ] = "copy",
+    verify: Annotated[
+        Literal["headers", "logits"], typer.Option(help="Check names, shapes and formats, or also compare logits.")
+    ] = "logits",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+) -> None:
+    """Add gates to a trained checkpoint without changing what it computes."""
+    from .conversion import ConversionError, ConversionOptions, convert_checkpoint, plan_conversion
+
+    try:
+        options = ConversionOptions(granularity, gate_bias, link, verify, overwrite)
+        if dry_run:
+            typer.echo(plan_conversion(source, target, options).describe())
+            return
+        result = convert_checkpoint(source, target, options)
+    except ConversionError as error:
+        _fail(error)
+    typer.echo(result.plan.describe())
+    steps = ", ".join(f"{step} {seconds:.2f} s" for step, seconds in result.seconds.items())
+    checked = (
+        "logits equal to the source's, bit for bit" if result.logits_equal else "headers audited, logits not compared"
+    )
+    typer.echo(f"done     {checked} ({steps})")
+
+
+def _fail(error: Exception) -> None:
+    typer.echo(f"gated-attention: {error}", err=True)
+    raise typer.Exit(code=1) from error
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

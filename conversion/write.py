@@ -1,0 +1,138 @@
+"""Writes a planned conversion into a staging folder, and puts that in place of the target when all is well."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from ..modeling_gated.bundle import write_code_bundle
+from .checkpoint import INDEX_FILE, TensorHeader
+from .errors import ConversionError
+from .plan import ConversionPlan, format_bytes, free_bytes
+
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """
+    A folder beside `target` that takes its place when the block ends well, and disappears when it does not.
+
+    A killed run leaves the hidden folder `.NAME.partial`, which the next run clears. The lock in it tells an abandoned
+    folder from one that another process is writing.
+
+    Raises:
+        `ConversionError`: another process is making the same target.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.parent / f".{target.name}.partial"
+    replaced = target.parent / f".{target.name}.replaced"
+    staging.mkdir(exist_ok=True)
+    lock = FileLock(staging / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConversionError(
+            f"another process is writing {target} (it holds {staging / _LOCK}); wait for it"
+        ) from None
+    try:
+        for entry in staging.iterdir():
+            if entry.name != _LOCK:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)  # killed between the two renames below
+        yield staging
+        (staging / _LOCK).unlink()
+        if target.exists() and any(target.iterdir()):
+            target.rename(replaced)
+        elif target.exists():
+            target.rmdir()
+        staging.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
+        lock.release()
+
+
+def write_conversion(plan: ConversionPlan, folder: Path) -> None:
+    """
+    Write everything but the shards' places into `folder`; config.json comes last, so that a folder without it is unfinished.
+
+    Raises:
+        `ConversionError`: not enough room on the disk, or hard links are not possible there.
+    """
+    free = free_bytes(folder)
+    if plan.bytes_to_write > free:
+        raise ConversionError(
+            f"{plan.target} needs {format_bytes(plan.bytes_to_write)}, {format_bytes(free)} are free there; make room or use "
+            "--link hard, which writes the gates only"
+        )
+    _place_shards(plan, folder)
+    write_zero_shard(folder / plan.gate_shard, plan.gates)
+    _write_json(
+        folder / INDEX_FILE,
+        {
+            "metadata": {
+                **{key: value for key, value in plan.source.index_metadata.items() if not key.startswith("total_")},
+                "total_size": sum(header.nbytes for header in plan.source.tensors.values()) + plan.gate_bytes,
+            },
+            "weight_map": plan.weight_map,
+        },
+    )
+    for path in plan.copied:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        # Contents only, links resolved: the source may be a cache of links, and saving writes such files in place.
+        shutil.copyfile(plan.source.folder / path, folder / path)
+    write_code_bundle(folder)
+    plan.config.save_pretrained(folder)
+
+
+def _place_shards(plan: ConversionPlan, folder: Path) -> None:
+    linked = plan.options.link == "hard"
+    # On a terminal only; a hard link takes no time worth showing.
+    with tqdm(
+        total=plan.source_bytes, unit="B", unit_scale=True, desc="Copying", disable=True if linked else None
+    ) as bar:
+        for shard in plan.source.shards:
+            destination = folder / plan.shard_names[shard.name]
+            if linked:
+                try:
+                    os.link(shard.path, destination)
+                except OSError as error:
+                    raise ConversionError(
+                        f"{shard.path} cannot be hard-linked into {folder.parent} ({error.strerror}); hard links need one file "
+                        "system that has them: use --link copy"
+                    ) from error
+            else:
+                shutil.copyfile(shard.path, destination)
+                bar.update(shard.size)
+
+
+def write_zero_shard(path: Path, tensors: dict[str, TensorHeader]) -> None:
+    """
+    Write a safetensors file of zeros. Only the header is written: the rest is the file's length, which reads as zeros and
+    takes neither memory nor, where files can have holes, disk. `safetensors` would need every tensor in memory.
+    """
+    header: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format aligns the data to 8 bytes
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        file.truncate(8 + len(encoded) + end)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
