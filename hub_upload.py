@@ -1,0 +1,260 @@
+"""
+Upload a gated attention model to the Hub so that anyone loads it with `trust_remote_code=True`.
+
+    python hub_upload.py DIR REPO [--private] [--revision BRANCH] [--base-model ID] [--license ID] [--dry-run]
+
+Before anything is sent, the exact files of the upload are loaded in a process that cannot import this package, and their
+logits compared with the original's.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM
+from gated_attention.conversion import ConversionError
+from gated_attention.conversion.checkpoint import Checkpoint, read_checkpoint
+from gated_attention.conversion.plan import format_bytes
+from gated_attention.modeling_gated.bundle import AUTO_MAP, write_code_bundle
+
+
+# What a training run leaves in a model folder and no reader of the model needs, or should open (pickles).
+_NOT_UPLOADED = (".*", "*.bin", "*.pt", "*.pth", "*.py", "trainer_state.json", "config.json", "README.md")
+_NOT_UPLOADED_FOLDERS = ("checkpoint-*", "runs", "__pycache__", ".*")
+
+# Runs in the clean process: argv is the folder, a file with the input ids and the file to write the logits to.
+_LOAD_WITHOUT_PACKAGE = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "gated_attention":
+            raise ImportError("gated_attention is hidden from this process")
+
+sys.meta_path.insert(0, Refuse())
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+folder, inputs, outputs = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto")
+with torch.no_grad():
+    logits = model(load_file(inputs)["input_ids"], use_cache=False).logits
+save_file({"logits": logits.contiguous()}, outputs)
+"""
+
+
+class UploadError(ValueError):
+    """A folder cannot be uploaded; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class UploadFolder:
+    """The files of an upload, laid out in `folder` (weights as links), and the checkpoint they come from."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    config: GatedAttentionConfig
+
+    def files(self) -> dict[str, int]:
+        """Path in the repository and size of each file."""
+        paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in paths}
+
+    def describe(self, repo_id: str) -> str:
+        lines = [f"{format_bytes(size):>10}  {name}" for name, size in self.files().items()]
+        total = format_bytes(sum(self.files().values()))
+        return "\n".join([f"{repo_id}: {len(lines)} files, {total}", *lines])
+
+
+def prepare_upload(
+    source: Path, folder: Path, repo_id: str, base_model: str | None = None, license: str | None = None
+) -> UploadFolder:
+    """
+    Lay out what will be uploaded: weights (linked, not copied), tokenizer and other files, a fresh code bundle, a config that
+    refers to it, and a model card.
+
+    Raises:
+        `UploadError`: `source` holds no gated attention model, or its weights are damaged.
+    """
+    try:
+        checkpoint = read_checkpoint(source)
+    except ConversionError as error:
+        raise UploadError(str(error)) from error
+    model_type = checkpoint.config.get("model_type")
+    if model_type != GatedAttentionConfig.model_type:
+        raise UploadError(
+            f"{source / 'config.json'}: model_type must be {GatedAttentionConfig.model_type!r}, got {model_type!r}; add gates "
+            "with `gated-attention convert` first"
+        )
+    if base_model is not None and (Path(base_model).is_absolute() or base_model.count("/") > 1 or "\\" in base_model):
+        raise UploadError(f"base_model must be a Hub id such as org/name, got {base_model!r}")
+
+    config = GatedAttentionConfig.from_pretrained(source)
+    config.auto_map = dict(AUTO_MAP)
+    config.save_pretrained(folder)
+    write_code_bundle(folder)
+    for root, folders, names in os.walk(source):
+        folders[:] = [name for name in folders if not any(fnmatch(name, p) for p in _NOT_UPLOADED_FOLDERS)]
+        for name in names:
+            relative = (Path(root) / name).relative_to(source)
+            if any(fnmatch(name, pattern) for pattern in _NOT_UPLOADED):
+                continue
+            if name.endswith(".safetensors") and name not in {shard.name for shard in checkpoint.shards}:
+                continue  # a leftover that no loader reads
+            (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+            (folder / relative).symlink_to((source / relative).resolve())
+    upload = UploadFolder(folder, checkpoint, config)
+    write_card(upload, source / "README.md", repo_id, base_model, license)
+    return upload
+
+
+def gates_are_identity(checkpoint: Checkpoint, config: GatedAttentionConfig) -> bool:
+    """Whether every gate is exactly 1: all gate tensors zero, and `gate_scale` 2."""
+    if config.gate_scale != 2.0:
+        return False
+    for shard in checkpoint.shards:
+        with safe_open(shard.path, framework="pt") as file:
+            if any(file.get_tensor(name).any() for name in shard.tensors if ".g_proj." in name):
+                return False
+    return True
+
+
+def write_card(
+    upload: UploadFolder, source_card: Path, repo_id: str, base_model: str | None, license: str | None
+) -> None:
+    """Write README.md: metadata, how to load, what the gates are, and the card that the folder had, if any."""
+    previous = ModelCard.load(source_card) if source_card.is_file() else None
+    inherited = previous.data.to_dict() if previous else {}
+    data = ModelCardData(
+        license=license or inherited.get("license"),
+        language=inherited.get("language"),
+        base_model=base_model,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gated-attention", "custom_code"],
+    )
+    config = upload.config
+    state = (
+        "Every gate is exactly 1, so the model computes what it computed before it had gates."
+        if gates_are_identity(upload.checkpoint, config)
+        else "The gates are not the identity: they take part in what the model computes."
+    )
+    lines = [
+        f"# {repo_id.split('/')[-1]}",
+        "",
+        f"A decoder with {config.gate_granularity} {config.gate_activation} gates on its attention output "
+        "([arXiv 2505.06708](https://arxiv.org/abs/2505.06708)): "
+        f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, `gate_scale` {config.gate_scale:g}. {state}",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
+        f'model = AutoModelForCausalLM.from_pretrained("{repo_id}", trust_remote_code=True)',
+        "```",
+        "",
+    ]
+    if previous and previous.text.strip():
+        lines += ["## Card of the model before it was uploaded here", "", previous.text.strip(), ""]
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)).save(upload.folder / "README.md")
+
+
+def check_in_clean_process(source: Path, upload: UploadFolder, batch: int = 2, sequence: int = 32) -> None:
+    """
+    Load the upload folder in a process that cannot import this package, and compare its logits with the original's.
+
+    Raises:
+        `UploadError`: it does not load there, or the logits differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(upload.config.vocab_size, (batch, sequence), generator=generator)
+    model = GatedAttentionForCausalLM.from_pretrained(source, dtype="auto")
+    with torch.no_grad():
+        expected = model(input_ids, use_cache=False).logits
+    del model
+    logits = load_without_package(upload.folder, input_ids)
+    if not torch.equal(logits, expected):
+        raise UploadError("the upload folder's logits, computed without this package, differ from the original's")
+
+
+def load_without_package(folder: Path, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the model in `folder` for `input_ids`, computed in a process that cannot import this package."""
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs, outputs = Path(scratch) / "inputs.safetensors", Path(scratch) / "outputs.safetensors"
+        save_file({"input_ids": input_ids}, inputs)
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            # A module cache of its own: one from an earlier load could hide that a file is missing.
+            "HF_MODULES_CACHE": str(Path(scratch) / "modules"),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        }
+        process = subprocess.run(
+            [sys.executable, "-c", _LOAD_WITHOUT_PACKAGE, str(folder), str(inputs), str(outputs)],
+            env=environment,
+            cwd=scratch,
+            capture_output=True,
+            text=True,
+        )
+        if process.returncode != 0:
+            raise UploadError(f"the upload folder does not load without this package:\n{process.stderr[-3000:]}")
+        return load_file(outputs)["logits"]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hub_upload.py", description=__doc__.strip().splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder of the gated attention model")
+    parser.add_argument("repo_id", help="repository on the Hub, as user/name")
+    parser.add_argument("--private", action="store_true", help="make the repository private when it is created")
+    parser.add_argument("--revision", help="branch to upload to; made if it does not exist")
+    parser.add_argument("--base-model", help="Hub id of the model that was converted, for the card")
+    parser.add_argument("--license", help="licence id for the card; default: that of the folder's README.md")
+    parser.add_argument("--dry-run", action="store_true", help="prepare and check everything, send nothing")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = make_parser().parse_args(arguments)
+    try:
+        if not options.dry_run and get_token() is None:
+            raise UploadError("no Hub token: run `hf auth login`, set HF_TOKEN, or look at the plan with --dry-run")
+        with tempfile.TemporaryDirectory(prefix="hub-upload-") as scratch:
+            upload = prepare_upload(
+                options.folder, Path(scratch), options.repo_id, options.base_model, options.license
+            )
+            check_in_clean_process(options.folder, upload)
+            print(upload.describe(options.repo_id))
+            print("checked: loads without this package, logits equal to the original's, bit for bit")
+            if options.dry_run:
+                print("dry run: nothing was sent")
+                return 0
+            api = HfApi()
+            repo_id = api.create_repo(options.repo_id, private=options.private or None, exist_ok=True).repo_id
+            if options.revision:
+                api.create_branch(repo_id, branch=options.revision, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=upload.folder,
+                revision=options.revision,
+                commit_message="Upload gated attention model",
+            )
+            print(f"uploaded: {commit.commit_url}")
+    except UploadError as error:
+        print(f"hub_upload: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
