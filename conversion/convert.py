@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .plan import ConversionOptions, ConversionPlan, plan_conversion
 from .verify import audit_headers, compare_logits
-from .write import staged_folder, write_conversion
+from .write import restore_replaced, staged_folder, write_conversion
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,12 @@ def convert_checkpoint(
     if options is not None and fields:
         raise TypeError(f"give `options` or its fields as keywords, not both: got options and {sorted(fields)}")
     options = options or ConversionOptions(**fields)
+    target = Path(os.path.abspath(target))
     seconds = {}
 
     started = time.perf_counter()
-    plan = plan_conversion(Path(source), Path(os.path.abspath(target)), options)
+    restore_replaced(target)
+    plan = plan_conversion(Path(source), target, options)
     seconds["plan"] = time.perf_counter() - started
 
     with staged_folder(plan.target) as folder:

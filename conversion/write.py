@@ -19,6 +19,16 @@ from .plan import ConversionPlan, format_bytes, free_bytes
 _LOCK = ".lock"
 
 
+def _replaced(target: Path) -> Path:
+    return target.parent / f".{target.name}.replaced"
+
+
+def restore_replaced(target: Path) -> None:
+    """Give back the folder that an overwriting run had moved away when it was killed between its two renames."""
+    if _replaced(target).exists() and not target.exists():
+        _replaced(target).rename(target)
+
+
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
     """
@@ -32,7 +42,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.partial"
-    replaced = target.parent / f".{target.name}.replaced"
+    replaced = _replaced(target)
     staging.mkdir(exist_ok=True)
     lock = FileLock(staging / _LOCK)
     try:
@@ -45,11 +55,10 @@ def staged_folder(target: Path) -> Iterator[Path]:
         for entry in staging.iterdir():
             if entry.name != _LOCK:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)  # killed between the two renames below
         yield staging
         (staging / _LOCK).unlink()
         if target.exists() and any(target.iterdir()):
+            shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed after its last rename
             target.rename(replaced)
         elif target.exists():
             target.rmdir()

@@ -31,6 +31,26 @@ TINY_SHAPE = {
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} {% endfor %}"
 
 
+# Start of a script that runs where nobody has installed the package.
+WITHOUT_PACKAGE = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "gated_attention":
+            raise ImportError("blocked")
+sys.meta_path.insert(0, Block())
+try:
+    import gated_attention
+except ImportError:
+    pass
+else:
+    raise SystemExit("the package can still be imported")
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+"""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def offline():
     """No test may reach for the network."""

@@ -1,0 +1,147 @@
+"""Case 16: a conversion that is cut off leaves nothing that looks finished, and the next run works."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import logits_of, save_source, tiny_llama, tree_hashes
+from filelock import FileLock
+
+from gated_attention import GatedAttentionForCausalLM, convert_checkpoint
+from gated_attention.conversion import ConversionError
+
+
+def leftovers(target):
+    return sorted(path.name for path in target.parent.iterdir() if target.name in path.name)
+
+
+def assert_next_run_works(source, target):
+    convert_checkpoint(source, target)
+    assert leftovers(target) == [target.name]
+    assert logits_of(GatedAttentionForCausalLM.from_pretrained(target)).isfinite().all()
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new_folder", "overwriting"])
+def test_read_error_on_the_second_shard(sharded_source, target, monkeypatch, overwrite):
+    if overwrite:
+        save_source(target, tiny_llama(seed=4))
+    before = tree_hashes(sharded_source.parent)
+    copied = []
+    real_copyfile = shutil.copyfile
+
+    def failing_copyfile(source, destination, **kwargs):
+        copied.append(source)
+        if len(copied) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        return real_copyfile(source, destination, **kwargs)
+
+    monkeypatch.setattr(shutil, "copyfile", failing_copyfile)
+    with pytest.raises(OSError, match="Input/output error"):
+        convert_checkpoint(sharded_source, target, overwrite=overwrite)
+    assert len(copied) == 2
+    assert tree_hashes(sharded_source.parent) == before
+    monkeypatch.undo()
+    if overwrite:
+        shutil.rmtree(target)
+    assert_next_run_works(sharded_source, target)
+
+
+def test_disk_full(source, target):
+    """A limit on the size of files makes the kernel refuse the write, as a full disk does."""
+    script = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+from gated_attention import convert_checkpoint
+convert_checkpoint({str(source)!r}, {str(target)!r})
+"""
+    before = tree_hashes(source)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode != 0
+    assert "File too large" in process.stderr
+    assert leftovers(target) == []
+    assert tree_hashes(source) == before
+    assert_next_run_works(source, target)
+
+
+def test_too_little_room_is_seen_before_anything_is_copied(source, target, monkeypatch):
+    monkeypatch.setattr("gated_attention.conversion.write.free_bytes", lambda path: 1000)
+    with pytest.raises(ConversionError, match=r"needs .* kB, 1\.0 kB are free"):
+        convert_checkpoint(source, target)
+    assert leftovers(target) == []
+
+
+@pytest.mark.parametrize("stage", ["write_conversion", "audit_headers", "compare_logits"])
+def test_killed(source, target, stage):
+    """SIGKILL of a real process, right after each step."""
+    script = f"""
+import os, signal
+from gated_attention.conversion import convert
+done = convert.{stage}
+def then_die(*args):
+    done(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+convert.{stage} = then_die
+convert.convert_checkpoint({str(source)!r}, {str(target)!r})
+"""
+    before = tree_hashes(source)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert process.returncode == -signal.SIGKILL
+    assert leftovers(target) == [f".{target.name}.partial"]
+    assert tree_hashes(source) == before
+    assert_next_run_works(source, target)
+
+
+def test_killed_between_moving_the_old_folder_away_and_the_new_one_in(source, target):
+    convert_checkpoint(source, target, granularity="elementwise")
+    old = tree_hashes(target)
+    target.rename(target.parent / f".{target.name}.replaced")
+    with pytest.raises(ConversionError, match="not empty"):
+        # The next run first gives back what was there.
+        convert_checkpoint(source, target)
+    assert tree_hashes(target) == old
+
+
+def test_interrupt_cleans_up(source, target):
+    script = f"""
+from gated_attention.conversion import convert
+convert.audit_headers = lambda *args: (print("ready", flush=True), time.sleep(60))
+convert.convert_checkpoint({str(source)!r}, {str(target)!r})
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) != 0
+    process.stdout.close()
+    assert leftovers(target) == []
+
+
+def test_second_process_on_the_same_target_is_refused(source, target):
+    staging = target.parent / f".{target.name}.partial"
+    staging.mkdir()
+    with FileLock(staging / ".lock"), pytest.raises(ConversionError, match="another process"):
+        convert_checkpoint(source, target)
+    assert staging.exists()
+    assert_next_run_works(source, target)
+
+
+def test_source_that_changes_while_it_is_read(sharded_source, target, monkeypatch):
+    from gated_attention.conversion import convert
+
+    real_write = convert.write_conversion
+
+    def write_after_change(plan, folder):
+        shard = sorted(sharded_source.glob("*.safetensors"))[1]
+        other = save_source(target.parent / "other", tiny_llama(num_hidden_layers=2), sharded=True)
+        shutil.copyfile(sorted(other.glob("*.safetensors"))[0], shard)
+        real_write(plan, folder)
+
+    monkeypatch.setattr(convert, "write_conversion", write_after_change)
+    with pytest.raises(ConversionError):
+        convert_checkpoint(sharded_source, target)
+    assert leftovers(target) == []
