@@ -201,7 +201,7 @@ def load_without_package(folder: Path, input_ids: torch.Tensor) -> torch.Tensor:
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
         }
         process = subprocess.run(
-            [sys.executable, "-c", _LOAD_WITHOUT_PACKAGE, str(folder), str(inputs), str(outputs)],
+            [sys.executable, "-c", _LOAD_WITHOUT_PACKAGE, str(folder.resolve()), str(inputs), str(outputs)],
             env=environment,
             cwd=scratch,
             capture_output=True,

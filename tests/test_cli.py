@@ -13,8 +13,8 @@ from gated_attention import GatedAttentionForCausalLM, __version__, convert_chec
 COMMAND = Path(sys.executable).with_name("gated-attention")
 
 
-def run(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True)
+def run(*arguments, cwd=None) -> subprocess.CompletedProcess:
+    return subprocess.run([COMMAND, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
 
 
 def test_help_and_version_need_no_heavy_import():
@@ -41,6 +41,12 @@ def test_convert_does_what_the_function_does(source, target):
     convert_checkpoint(source, target.parent / "other", granularity="elementwise", gate_bias=True)
     assert tree_hashes(target) == tree_hashes(target.parent / "other")
     assert logits_of(GatedAttentionForCausalLM.from_pretrained(target)).isfinite().all()
+
+
+def test_relative_paths(source, target):
+    process = run("convert", source.name, f"new/{target.name}", "--link", "hard", cwd=source.parent)
+    assert process.returncode == 0, process.stderr
+    assert logits_of(GatedAttentionForCausalLM.from_pretrained(source.parent / "new" / target.name)).isfinite().all()
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(source, target):

@@ -1,6 +1,7 @@
 """The demo runs on any Llama-type model, says what it saw, and leaves models that load."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -8,9 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gated_attention.demo import DemoError, demo_checkpoint, run_demo, smollm2
 
 
-def test_demo_on_a_model_of_ones_own(source, tmp_path, capsys):
-    output = tmp_path / "demo"
-    report = run_demo(str(source), output, short=True)
+def test_demo_on_a_model_of_ones_own(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output = Path("demo")  # relative, as on the command line
+    report = run_demo("source", output, short=True)
     assert json.loads((output / "report.json").read_text()) == report
     assert all(report["logits_equal"].values())
     assert report["generation_equal"]
@@ -19,7 +21,7 @@ def test_demo_on_a_model_of_ones_own(source, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(output / "trained").config.gate_scale == 2.0
     assert AutoTokenizer.from_pretrained(output / "trained").chat_template
     assert "bit-equal" in capsys.readouterr().out
-    run_demo(str(source), output, short=True)  # again, over what the first run left
+    run_demo("source", output, short=True)  # again, over what the first run left
 
 
 def test_demo_model_with_unexpected_content_is_refused(tmp_path, monkeypatch):

@@ -33,11 +33,10 @@ def gated(source, target):
     return target
 
 
-def upload(*arguments, environment=None) -> subprocess.CompletedProcess:
+def upload(*arguments, environment=None, cwd=None) -> subprocess.CompletedProcess:
     environment = {**os.environ, **(environment or {})}
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ with torch.no_grad():
 
 def test_dry_run_checks_everything_and_sends_nothing(gated, hub):
     before = tree_hashes(gated)
-    process = upload(gated, REPO, "--dry-run", environment=hub.client)
+    process = upload(gated.name, REPO, "--dry-run", environment=hub.client, cwd=gated.parent)
     assert process.returncode == 0, process.stderr
     for part in ("model.safetensors", "gated_attention_gate.py", "bit for bit", "nothing was sent"):
         assert part in process.stdout
