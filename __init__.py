@@ -27,6 +27,8 @@ _EXPORTS = {
     "GatedAttentionPreTrainedModel": "modeling_gated",
     "ConversionOptions": "conversion",
     "convert_checkpoint": "conversion",
+    "inspect_model": "diagnostics",
+    "inspect_text": "diagnostics",
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
@@ -43,5 +45,5 @@ def __dir__() -> list[str]:
 
 
 # The command line registers when a command runs, so that `--help` need not wait for torch and transformers.
-if Path(sys.argv[0] if sys.argv else "").stem != "gated-attention":
+if Path(sys.argv[0] if sys.argv else "").name not in ("gated-attention", "gated-attention.exe"):
     import_module(".modeling_gated", __name__)

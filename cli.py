@@ -61,7 +61,7 @@ def convert(
             typer.echo(plan_conversion(source, target, options).describe())
             return
         result = convert_checkpoint(source, target, options)
-    except ConversionError as error:
+    except (ConversionError, OSError) as error:
         _fail(error)
     typer.echo(result.plan.describe())
     steps = ", ".join(f"{step} {seconds:.2f} s" for step, seconds in result.seconds.items())
@@ -88,7 +88,7 @@ def demo(
 
     try:
         run_demo(model, output, short)
-    except (ConversionError, DemoError) as error:
+    except (ConversionError, DemoError, OSError) as error:
         _fail(error)
 
 

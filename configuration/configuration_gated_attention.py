@@ -20,7 +20,8 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 
 @strict
@@ -118,7 +119,7 @@ class GatedAttentionConfig(PreTrainedConfig):
     v_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    attention_dropout: int | float = 0.0
+    attention_dropout: int | float | None = 0.0
 
     gate_positions: list[Literal["sdpa_output"]] | None = None
     gate_granularity: Literal["elementwise", "headwise"] = "elementwise"
@@ -137,6 +138,8 @@ class GatedAttentionConfig(PreTrainedConfig):
                     f"`num_attention_heads` ({self.num_attention_heads})"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.attention_dropout is None:
+            self.attention_dropout = 0.0
         if self.gate_positions is None:
             self.gate_positions = ["sdpa_output"]
         super().__post_init__(**kwargs)
@@ -181,6 +184,11 @@ class GatedAttentionConfig(PreTrainedConfig):
             )
         if self.head_dim % 2 != 0:
             raise ValueError(f"`head_dim` must be even, since RoPE rotates pairs of channels, got {self.head_dim}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}")
+        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
+        if self.rope_parameters["rope_type"] not in rope_types:
+            raise ValueError(f"`rope_parameters.rope_type` must be one of {rope_types}, got {self.rope_parameters}")
         if len(self.gate_positions) != len(set(self.gate_positions)):
             raise ValueError(f"`gate_positions` must not name a position twice, got {self.gate_positions}")
         if not self.gate_positions:

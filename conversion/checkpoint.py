@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -51,9 +52,14 @@ class Checkpoint:
     shards: tuple[Shard, ...]
     index_metadata: dict
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, TensorHeader]:
         return {name: header for shard in self.shards for name, header in shard.tensors.items()}
+
+
+def is_ignored_on_load(name: str) -> bool:
+    """Whether loaders pass over a tensor: old checkpoints hold each layer's RoPE frequencies, which are computed now."""
+    return name.endswith("rotary_emb.inv_freq")
 
 
 def read_json(path: Path) -> dict:
@@ -100,7 +106,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConversionError(f"{folder / INDEX_FILE} has no weight_map; fetch it again")
-        index_metadata = index.get("metadata") or {}
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConversionError(
+                f"{folder / INDEX_FILE}: weight_map must give a file name for each tensor; fetch it again"
+            )
+        index_metadata = {} if index.get("metadata") is None else index["metadata"]
+        if not isinstance(index_metadata, dict):
+            raise ConversionError(f"{folder / INDEX_FILE}: metadata must be an object, got {index_metadata!r}")
         names = sorted(set(weight_map.values()))
     else:
         raise ConversionError(_no_safetensors(folder))
@@ -118,7 +130,8 @@ def _no_safetensors(folder: Path) -> str:
             f"{folder} holds pickled weights only ({', '.join(pickled[:3])}), which can run code when they are opened; "
             "load the model in transformers and `save_pretrained` it, which writes safetensors"
         )
-    other = sorted(path.name for pattern in ("*.gguf", "*.h5", "*.msgpack") for path in folder.glob(pattern))
+    patterns = ("*.gguf", "*.h5", "*.msgpack", "*.safetensors", "*.safetensors.index.*.json")
+    other = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     found = f"; found {', '.join(other[:3])}" if other else ""
     return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}"
 
@@ -132,6 +145,9 @@ def _read_shard(folder: Path, name: str) -> Shard:
     if not path.is_file():
         raise ConversionError(f"{path} is missing, although {INDEX_FILE} names it; fetch it again")
     real_path = path.resolve()
+    with real_path.open("rb") as file:
+        if file.read(24).startswith(b"version https://git-lfs"):
+            raise ConversionError(f"{path} is a git-lfs pointer, not the file itself; fetch it with `git lfs pull`")
     try:
         # Opening checks that the header is sound and that the file is as long as the header says.
         with safe_open(real_path, framework="pt") as file:
@@ -144,8 +160,9 @@ def _read_shard(folder: Path, name: str) -> Shard:
     for tensor_name, header in tensors.items():
         if header.dtype not in FLOAT_FORMATS:
             raise ConversionError(
-                f"{path}: tensor {tensor_name} has the format {header.dtype}, so the checkpoint is quantised; dequantise it "
-                "first (load it in transformers, `model.dequantize()`, `save_pretrained`), or convert the original"
+                f"{path}: tensor {tensor_name} has the format {header.dtype}; only floating point weights can be read. If "
+                "the checkpoint is quantised, dequantise it first (load it in transformers, `model.dequantize()`, "
+                "`save_pretrained`) or convert the original"
             )
     return Shard(name, real_path, real_path.stat().st_size, tensors)
 

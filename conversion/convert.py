@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .plan import ConversionOptions, ConversionPlan, plan_conversion
+from .places import check_reserved_names
+from .staging import exclusive, staged_folder
 from .verify import audit_headers, compare_logits
-from .write import restore_replaced, staged_folder, write_conversion
+from .write import write_conversion
 
 
 @dataclass(frozen=True)
@@ -56,22 +58,23 @@ def convert_checkpoint(
     target = Path(os.path.abspath(target))
     seconds = {}
 
-    started = time.perf_counter()
-    restore_replaced(target)
-    plan = plan_conversion(Path(source), target, options)
-    seconds["plan"] = time.perf_counter() - started
-
-    with staged_folder(plan.target) as folder:
+    check_reserved_names(Path(source), target)
+    with exclusive(target):
         started = time.perf_counter()
-        write_conversion(plan, folder)
-        seconds["write"] = time.perf_counter() - started
+        plan = plan_conversion(Path(source), target, options)
+        seconds["plan"] = time.perf_counter() - started
 
-        started = time.perf_counter()
-        audit_headers(plan, folder)
-        seconds["headers"] = time.perf_counter() - started
-
-        if options.verify == "logits":
+        with staged_folder(target) as folder:
             started = time.perf_counter()
-            compare_logits(plan, folder)
-            seconds["logits"] = time.perf_counter() - started
+            write_conversion(plan, folder)
+            seconds["write"] = time.perf_counter() - started
+
+            started = time.perf_counter()
+            audit_headers(plan, folder)
+            seconds["headers"] = time.perf_counter() - started
+
+            if options.verify == "logits":
+                started = time.perf_counter()
+                compare_logits(plan, folder)
+                seconds["logits"] = time.perf_counter() - started
     return ConversionResult(plan, seconds, logits_equal=True if options.verify == "logits" else None)

@@ -59,6 +59,11 @@ def compare_logits(plan: ConversionPlan, folder: Path, batch: int = 2, sequence:
         raise ConversionError(f"the converted checkpoint does not load cleanly: {leftovers}")
     if logits.dtype != expected.dtype:
         raise ConversionError(f"the source loads in {expected.dtype}, the converted checkpoint in {logits.dtype}")
+    if not expected.isfinite().any():
+        raise ConversionError(
+            f"the source's own logits are all NaN or infinite in {expected.dtype}, so comparing them would show nothing; look "
+            'at the source, or use --verify headers (verify="headers")'
+        )
     # NaN where the source has NaN (float16 overflow, say) is the same function.
     if not torch.allclose(logits, expected, rtol=0, atol=0, equal_nan=True):
         difference = (logits.float() - expected.float()).abs().max().item()

@@ -1,74 +1,16 @@
-"""Writes a planned conversion into a staging folder, and puts that in place of the target when all is well."""
+"""Writes a planned conversion into a folder."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ..modeling_gated.bundle import write_code_bundle
 from .checkpoint import INDEX_FILE, TensorHeader
 from .errors import ConversionError
 from .plan import ConversionPlan, format_bytes, free_bytes
-
-
-_LOCK = ".lock"
-
-
-def _replaced(target: Path) -> Path:
-    return target.parent / f".{target.name}.replaced"
-
-
-def restore_replaced(target: Path) -> None:
-    """Give back the folder that an overwriting run had moved away when it was killed between its two renames."""
-    if _replaced(target).exists() and not target.exists():
-        _replaced(target).rename(target)
-
-
-@contextmanager
-def staged_folder(target: Path) -> Iterator[Path]:
-    """
-    A folder beside `target` that takes its place when the block ends well, and disappears when it does not.
-
-    A killed run leaves the hidden folder `.NAME.partial`, which the next run clears. The lock in it tells an abandoned
-    folder from one that another process is writing.
-
-    Raises:
-        `ConversionError`: another process is making the same target.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.parent / f".{target.name}.partial"
-    replaced = _replaced(target)
-    staging.mkdir(exist_ok=True)
-    lock = FileLock(staging / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConversionError(
-            f"another process is writing {target} (it holds {staging / _LOCK}); wait for it"
-        ) from None
-    try:
-        for entry in staging.iterdir():
-            if entry.name != _LOCK:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        yield staging
-        (staging / _LOCK).unlink()
-        if target.exists() and any(target.iterdir()):
-            shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed after its last rename
-            target.rename(replaced)
-        elif target.exists():
-            target.rmdir()
-        staging.rename(target)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    finally:
-        lock.release()
 
 
 def write_conversion(plan: ConversionPlan, folder: Path) -> None:
@@ -100,6 +42,8 @@ def write_conversion(plan: ConversionPlan, folder: Path) -> None:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         # Contents only, links resolved: the source may be a cache of links, and saving writes such files in place.
         shutil.copyfile(plan.source.folder / path, folder / path)
+    if plan.generation_config:
+        _write_json(folder / "generation_config.json", plan.generation_config)
     write_code_bundle(folder)
     plan.config.save_pretrained(folder)
 

@@ -73,22 +73,40 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
             )
         return (model, loading_info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
+    def save_pretrained(
+        self,
+        save_directory,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        token: str | bool | None = None,
+        **kwargs,
+    ):
         """
         As [`~transformers.PreTrainedModel.save_pretrained`], and the folder is self-contained: it holds the model's code
         and an `auto_map`, so that `trust_remote_code=True` loads it where this package is not installed. Weight files of
         an earlier save that transformers would leave, and then load instead of the new ones, are removed.
         """
-        variant = kwargs.get("variant", args[4] if len(args) > 4 else None)
-        is_adapter = getattr(self, "_hf_peft_config_loaded", False)
-        writes = self.should_save_on_this_rank(is_main_process)
+        # Of an adapter only the adapter is saved; its code is the base model's.
+        bundles = self.should_save_on_this_rank(is_main_process) and not getattr(self, "_hf_peft_config_loaded", False)
         before = weight_file_states(save_directory, variant)
-        if writes and not is_adapter:
+        if bundles:
             self.config.auto_map = dict(AUTO_MAP)
             # Before the weights: `push_to_hub=True` uploads from within the parent's method.
             write_code_bundle(save_directory)
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if writes and not is_adapter:
+        super().save_pretrained(
+            save_directory,
+            is_main_process=is_main_process,
+            state_dict=state_dict,
+            push_to_hub=push_to_hub,
+            max_shard_size=max_shard_size,
+            variant=variant,
+            token=token,
+            **kwargs,
+        )
+        if bundles:
             remove_stale_weights(save_directory, variant, before)
 
 

@@ -1,7 +1,12 @@
 """Tiny models and checkpoints that every test builds on. Every parameter is random, norms and biases included."""
 
 import hashlib
+import os
 from pathlib import Path
+
+
+# No test may reach for the network. Before the imports: huggingface_hub reads it then.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
@@ -49,14 +54,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 """
-
-
-@pytest.fixture(scope="session", autouse=True)
-def offline():
-    """No test may reach for the network."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
 
 
 def randomise(model, seed: int = 0):

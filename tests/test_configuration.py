@@ -49,6 +49,8 @@ def test_derived_fields():
         ({"head_dim": 7}, ["head_dim", "even", "7"]),
         ({"hidden_size": 30, "num_attention_heads": 4}, ["head_dim", "30", "4"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"hidden_act": "nosuch"}, ["hidden_act", "nosuch"]),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, ["rope_type", "spiral", "yarn"]),
         ({"hidden_size": "big"}, ["hidden_size", "big"]),
         ({"gate_granularty": "headwise"}, ["gate_granularty", "gate_granularity"]),
         ({"attention_bias": True}, ["attention_bias", "qk_bias", "v_bias", "o_bias"]),

@@ -121,15 +121,33 @@ def test_llama_options(tmp_path, target, overrides):
         {"rope_theta": 300.0},
         {"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 300.0, "rope_type": "default"}},
-        {"head_dim": None, "num_key_value_heads": None},
+        {"head_dim": None, "num_key_value_heads": None, "attention_dropout": None},
+        {
+            "rope_scaling": {"type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 64,
+        },
     ],
-    ids=["theta_only", "theta_and_scaling", "both_forms", "null_fields"],
+    ids=["theta_only", "theta_and_scaling", "both_forms", "null_fields", "yarn_with_its_length_outside"],
 )
-def test_old_forms_of_the_config(tmp_path, target, written):
+@pytest.mark.parametrize("verify", ["logits", "headers"])
+def test_old_forms_of_the_config(tmp_path, target, written, verify):
     source = save_source(tmp_path / "source", tiny_llama(head_dim=8, num_key_value_heads=4))
     config = json.loads((source / "config.json").read_text())
     del config["rope_parameters"]
     (source / "config.json").write_text(json.dumps(config | written))
+    convert_checkpoint(source, target, verify=verify)
+    assert_same_function(source, target)
+
+
+def test_dtype_that_only_the_index_names(tmp_path, target):
+    source = save_source(tmp_path / "source", sharded=True, dtype=torch.bfloat16)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["metadata"]["dtype"] = "float16"
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((source / "config.json").read_text())
+    del config["dtype"]
+    (source / "config.json").write_text(json.dumps(config))
     convert_checkpoint(source, target)
     assert_same_function(source, target)
 
@@ -173,6 +191,49 @@ def test_other_files_arrive_as_they_are(source, target):
     assert ours(text).input_ids == theirs(text).input_ids
     assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
     assert ours.all_special_tokens == theirs.all_special_tokens
+
+
+def test_generation_settings_inside_the_config(source, target):
+    """Old checkpoints keep them in config.json, where transformers still reads them."""
+    (source / "generation_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    config |= {"max_length": 7, "repetition_penalty": 5.0, "do_sample": True, "temperature": 0.5}
+    (source / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(source, target)
+    expected = LlamaForCausalLM.from_pretrained(source).generation_config
+    ours = AutoModelForCausalLM.from_pretrained(target).generation_config
+    assert ours.repetition_penalty == 5.0
+    assert ours.to_diff_dict() == expected.to_diff_dict()
+
+
+def test_tokenizer_with_code_of_its_own(source, target):
+    (source / "tokenization_own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nfrom .own_parts import SUFFIX\n\n\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    suffix = SUFFIX\n"
+    )
+    (source / "own_parts.py").write_text("SUFFIX = 'own'\n")
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config |= {
+        "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
+        "tokenizer_class": "OwnTokenizer",
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    convert_checkpoint(source, target)
+    ours, theirs = (AutoTokenizer.from_pretrained(folder, trust_remote_code=True) for folder in (target, source))
+    assert ours.suffix == theirs.suffix == "own"
+    assert ours("the gate opens").input_ids == theirs("the gate opens").input_ids
+
+
+def test_what_is_left_behind_is_said(source, target):
+    save_file({"a": torch.zeros(1)}, source / "consolidated.safetensors")
+    (source / "onnx").mkdir()
+    (source / "onnx" / "model.onnx").write_bytes(b"onnx")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("{}")
+    result = convert_checkpoint(source, target)
+    assert any("consolidated.safetensors" in note for note in result.plan.notes)
+    assert (target / "1_Pooling" / "config.json").exists()  # another config than the model's
+    assert not (target / "onnx").exists()
 
 
 def test_chat_template_inside_the_tokenizer_config(source, target):

@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import logits_of, save_source, tiny_llama, tree_hashes
-from filelock import FileLock
 
 from gated_attention import GatedAttentionForCausalLM, convert_checkpoint
 from gated_attention.conversion import ConversionError
@@ -103,10 +103,54 @@ def test_killed_between_moving_the_old_folder_away_and_the_new_one_in(source, ta
         # The next run first gives back what was there.
         convert_checkpoint(source, target)
     assert tree_hashes(target) == old
+    assert leftovers(target) == [target.name]
+
+
+def test_old_folder_stays_if_the_new_one_cannot_be_moved_in(source, target, monkeypatch):
+    convert_checkpoint(source, target, granularity="elementwise")
+    old = tree_hashes(target)
+    real_rename = Path.rename
+
+    def failing_rename(self, destination):
+        if self.name.endswith(".partial"):
+            raise OSError(errno.EIO, "cannot be moved")
+        return real_rename(self, destination)
+
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    with pytest.raises(OSError, match="cannot be moved"):
+        convert_checkpoint(source, target, overwrite=True)
+    assert tree_hashes(target) == old
+    assert leftovers(target) == [target.name]
+
+
+def test_old_folder_is_removed_if_a_run_was_killed_after_its_last_rename(source, target):
+    convert_checkpoint(source, target, granularity="elementwise")
+    save_source(target.parent / f".{target.name}.replaced", tiny_llama(seed=5))
+    convert_checkpoint(source, target, overwrite=True)
+    assert leftovers(target) == [target.name]
 
 
 def test_interrupt_cleans_up(source, target):
     script = f"""
+import time
+from gated_attention.conversion import convert
+convert.audit_headers = lambda *args: (print("ready", flush=True), time.sleep(60))
+convert.convert_checkpoint({str(source)!r}, {str(target)!r})
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert leftovers(target) == []
+    assert_next_run_works(source, target)
+
+
+def test_second_process_on_the_same_target_is_refused(source, target):
+    script = f"""
+import time
 from gated_attention.conversion import convert
 convert.audit_headers = lambda *args: (print("ready", flush=True), time.sleep(60))
 convert.convert_checkpoint({str(source)!r}, {str(target)!r})
@@ -115,18 +159,11 @@ convert.convert_checkpoint({str(source)!r}, {str(target)!r})
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) != 0
-    process.stdout.close()
-    assert leftovers(target) == []
-
-
-def test_second_process_on_the_same_target_is_refused(source, target):
-    staging = target.parent / f".{target.name}.partial"
-    staging.mkdir()
-    with FileLock(staging / ".lock"), pytest.raises(ConversionError, match="another process"):
+    with pytest.raises(ConversionError, match="another process"):
         convert_checkpoint(source, target)
-    assert staging.exists()
+    assert leftovers(target) == [f".{target.name}.partial"]
+    process.kill()
+    process.communicate()
     assert_next_run_works(source, target)
 
 
@@ -142,6 +179,6 @@ def test_source_that_changes_while_it_is_read(sharded_source, target, monkeypatc
         real_write(plan, folder)
 
     monkeypatch.setattr(convert, "write_conversion", write_after_change)
-    with pytest.raises(ConversionError):
+    with pytest.raises(ConversionError, match="disagree"):
         convert_checkpoint(sharded_source, target)
     assert leftovers(target) == []

@@ -109,6 +109,50 @@ def invalid_config(source):
     edit_config(source, hidden_size="large")
 
 
+def unknown_activation(source):
+    edit_config(source, hidden_act="nosuch")
+
+
+def unknown_rope(source):
+    edit_config(source, rope_parameters={"rope_type": "zzz", "rope_theta": 1e4})
+
+
+def heads_that_do_not_divide(source):
+    edit_config(source, num_key_value_heads=3)
+
+
+def unknown_dtype(source):
+    edit_config(source, dtype="floatish")
+
+
+def quantised_by_a_word(source):
+    edit_config(source, quantization_config="fp8")
+
+
+def git_lfs_pointer(source):
+    (source / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+
+
+def only_a_variant(source):
+    (source / "model.safetensors").rename(source / "model.fp16.safetensors")
+
+
+def link_to_nothing(source):
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to(source / "not" / "there")
+
+
+def integers(source):
+    edit_tensors(source / "model.safetensors", lambda tensors: tensors.update({"model.position_ids": torch.arange(3)}))
+
+
+def weights_of_nan(source):
+    edit_tensors(
+        source / "model.safetensors",
+        lambda tensors: tensors.update({"model.norm.weight": torch.full((32,), torch.nan)}),
+    )
+
+
 def adapter_beside_the_weights(source):
     (source / "adapter_config.json").write_text('{"peft_type": "LORA"}')
 
@@ -133,6 +177,16 @@ def adapter_beside_the_weights(source):
         (no_config, [r"no config\.json"]),
         (broken_config, [r"config\.json is not valid JSON"]),
         (invalid_config, [r"config\.json", "hidden_size"]),
+        (unknown_activation, [r"config\.json", "hidden_act", "nosuch"]),
+        (unknown_rope, [r"config\.json", "rope", "zzz"]),
+        (heads_that_do_not_divide, [r"config\.json", "num_key_value_heads"]),
+        (unknown_dtype, [r"config\.json", "floatish"]),
+        (quantised_by_a_word, ["quantised", "fp8"]),
+        (git_lfs_pointer, [r"model\.safetensors", "git lfs pull"]),
+        (only_a_variant, [r"neither model\.safetensors", r"model\.fp16\.safetensors"]),
+        (link_to_nothing, [r"tokenizer\.json", "link to nothing"]),
+        (integers, ["position_ids", "I64", "floating point"]),
+        (weights_of_nan, ["NaN", "--verify headers"]),
         (adapter_beside_the_weights, [r"adapter_config\.json", "merge"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
@@ -148,6 +202,14 @@ def index_names_a_tensor_its_shard_lacks(source, index):
 
 def shard_holds_a_tensor_the_index_lacks(source, index):
     del index["weight_map"]["model.layers.0.mlp.up_proj.weight"]
+
+
+def metadata_is_a_list(source, index):
+    index["metadata"] = []
+
+
+def file_names_are_numbers(source, index):
+    index["weight_map"]["model.norm.weight"] = 3
 
 
 def both_at_once(source, index):
@@ -167,6 +229,8 @@ def index_leads_out_of_the_folder(source, index):
     [
         (index_names_a_tensor_its_shard_lacks, [r"index places model\.layers\.9", "does not hold it"]),
         (shard_holds_a_tensor_the_index_lacks, [r"holds model\.layers\.0\.mlp\.up_proj\.weight", "index does not"]),
+        (metadata_is_a_list, ["metadata must be an object"]),
+        (file_names_are_numbers, ["must give a file name"]),
         (both_at_once, [r"model\.extra\.weight", r"model\.norm\.weight"]),
         (shard_is_missing, ["is missing", "fetch it again"]),
         (index_leads_out_of_the_folder, [r"elsewhere\.safetensors", "in the folder itself"]),
@@ -190,7 +254,41 @@ def test_older_checkpoint_in_the_target_is_neither_mixed_nor_lost(source, target
 def test_overwrite_spares_a_folder_that_holds_no_model(source, target):
     target.mkdir()
     (target / "thesis.tex").write_text("years of work")
-    assert_refused(source, target, r"no config\.json", overwrite=True)
+    assert_refused(source, target, "does not look like a model", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"config.json": '{"port": 80}'},
+        {"config.json": '{"model_type": "llama"}'},
+        {"config.json": "[1]", "a.bin": "x"},
+    ],
+    ids=["another_programs_config", "no_weights", "no_object"],
+)
+def test_overwrite_spares_what_only_resembles_a_model(source, target, content):
+    target.mkdir()
+    for name, text in content.items():
+        (target / name).write_text(text)
+    assert_refused(source, target, "does not look like a model", overwrite=True)
+
+
+def test_overwrite_spares_a_git_repository(source, target):
+    save_source(target, tiny_llama())
+    (target / ".git").mkdir()
+    (target / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    assert_refused(source, target, "git repository", overwrite=True)
+
+
+@pytest.mark.parametrize("name", [".target.partial", ".target.replaced"])
+def test_source_under_a_name_that_is_used_meanwhile(source, target, name):
+    source = source.rename(source.parent / name)
+    assert_refused(source, target, "rename it")
+
+
+def test_target_below_a_file(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert_refused(source, tmp_path / "file" / "target", "is a file")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +319,7 @@ def test_target_that_is_a_link_elsewhere_or_a_file(source, target, tmp_path):
     assert_refused(source, target, "is a file")
 
 
-@pytest.mark.parametrize("field", ["granularity", "link", "verify"])
+@pytest.mark.parametrize("field", ["granularity", "link", "verify", "gate_bias", "overwrite"])
 def test_unknown_option_values(source, target, field):
     assert_refused(source, target, field, "nonsense", **{field: "nonsense"})
 

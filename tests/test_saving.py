@@ -129,6 +129,15 @@ def test_saving_a_variant_spares_the_main_weights(tmp_path):
     assert torch.equal(logits_of(loaded), logits_of(half))
 
 
+def test_arguments_by_position(tmp_path):
+    tiny_gated(seed=1).save_pretrained(tmp_path, True, None, False, "5GB", "fp16")
+    model = tiny_gated(seed=2)
+    model.save_pretrained(tmp_path, True, None, False, "20KB", "fp16")
+    assert torch.equal(
+        logits_of(GatedAttentionForCausalLM.from_pretrained(tmp_path, variant="fp16")), logits_of(model)
+    )
+
+
 def test_other_processes_of_a_distributed_run_write_nothing(tmp_path):
     tiny_gated().save_pretrained(tmp_path / "saved", is_main_process=False)
     assert not any((tmp_path / "saved").iterdir())

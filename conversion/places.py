@@ -1,0 +1,163 @@
+"""Where a conversion may read and write, and which of a source's other files go along."""
+
+import json
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+
+from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, is_ignored_on_load
+from .errors import ConversionError
+from .staging import partial_folder, replaced_folder
+
+
+# Not copied: weights in any format, other frameworks' folders, and what belongs to the place a folder lay in.
+_WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index*.json",
+    "*.bin",
+    "*.bin.index*.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+)
+_LEFT_BEHIND_FOLDERS = (".git", ".cache", "__pycache__", "original", "onnx")
+
+
+def check_reserved_names(source: Path, target: Path) -> None:
+    """
+    Refuse a source that lies where the target is staged. To be asked before anything is restored or cleared there.
+
+    Raises:
+        `ConversionError`: it does.
+    """
+    for reserved in (partial_folder(target.resolve()), replaced_folder(target.resolve())):
+        if reserved in (source.resolve(), *source.resolve().parents):
+            raise ConversionError(
+                f"the source {source} has the name of a folder that is used while {target} is made; rename it"
+            )
+
+
+def check_places(source: Path, target: Path, overwrite: bool) -> None:
+    """
+    Refuse a target that is in the way of something.
+
+    Raises:
+        `ConversionError`: source and target overlap; the target is a link, a file, or a folder that may not be replaced.
+    """
+    real_source, real_target = source.resolve(), target.resolve()
+    if real_target == real_source:
+        raise ConversionError(f"the target {target} is the source itself; give a new folder")
+    if real_source in real_target.parents or real_target in real_source.parents:
+        raise ConversionError(
+            f"the source {source} and the target {target} lie within each other; give a folder apart"
+        )
+    if target.is_symlink():
+        raise ConversionError(f"the target {target} is a symbolic link; give the folder itself, or remove the link")
+    parent = next(folder for folder in target.parents if folder.exists())
+    if not parent.is_dir():
+        raise ConversionError(f"the target {target} cannot be made: {parent} is a file")
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ConversionError(f"the target {target} is a file; give a folder that does not exist yet")
+    if not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ConversionError(
+            f"the target folder {target} is not empty; remove it, give another one, or replace it as a whole with "
+            "--overwrite (overwrite=True)"
+        )
+    _refuse_to_lose(target)
+
+
+def _refuse_to_lose(target: Path) -> None:
+    """Overwriting removes a folder: it has to be that of a model, and of nothing else."""
+    try:
+        model_type = json.loads((target / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        model_type = None
+    weights = [path for pattern in ("*.safetensors", "*.bin") for path in target.glob(pattern)]
+    if model_type is None or not weights:
+        raise ConversionError(
+            f"the target folder {target} does not look like a model (a config.json with a model_type, and weights), so it "
+            "is not overwritten; remove it yourself or give another folder"
+        )
+    if (target / ".git").exists():
+        raise ConversionError(f"the target folder {target} is a git repository, so it is not overwritten")
+
+
+def other_files(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """
+    The files to copy beside the weights, relative to the source's folder, and notes on what is left behind.
+
+    Raises:
+        `ConversionError`: a file is a link to nothing.
+    """
+    tokenizer_code = _tokenizer_code(checkpoint.folder)
+    used = {shard.name for shard in checkpoint.shards} | {INDEX_FILE}
+    copied, code, unused = [], [], []
+    for root, folders, names in os.walk(checkpoint.folder):
+        links = [name for name in folders if (Path(root) / name).is_symlink()]
+        unused += [f"{name}/ (a link)" for name in links]
+        folders[:] = sorted(name for name in folders if name not in _LEFT_BEHIND_FOLDERS and name not in links)
+        for name in sorted(names):
+            path = Path(root) / name
+            relative = path.relative_to(checkpoint.folder)
+            if not path.exists():
+                raise ConversionError(f"{path} is a link to nothing; complete the download")
+            if relative == Path("config.json") or not path.is_file():
+                continue
+            if any(fnmatch(name, pattern) for pattern in _WEIGHTS):
+                if relative.as_posix() not in used:
+                    unused.append(relative.as_posix())
+            elif name.endswith(".py") and relative.as_posix() not in tokenizer_code:
+                code.append(relative.as_posix())
+            else:
+                copied.append(relative)
+    return tuple(copied), tuple(_notes(checkpoint, code, unused))
+
+
+def _notes(checkpoint: Checkpoint, code: list[str], unused: list[str]) -> list[str]:
+    notes = []
+    if code or "auto_map" in checkpoint.config:
+        notes.append(
+            f"the source brings custom code ({', '.join(code) or 'auto_map'}), which is left behind: it is read as the stock "
+            f"{checkpoint.config['model_type']} of transformers"
+        )
+    if unused:
+        why = f", since transformers loads {SINGLE_FILE}" if (checkpoint.folder / SINGLE_FILE).is_file() else ""
+        notes.append(f"left behind{why}: {', '.join(unused)}")
+    ignored = [name for name in checkpoint.tensors if is_ignored_on_load(name)]
+    if ignored:
+        notes.append(f"{len(ignored)} tensors that loaders pass over stay in the shards ({ignored[0]}, ...)")
+    return notes
+
+
+def _tokenizer_code(folder: Path) -> set[str]:
+    """Names of the modules that the tokenizer's own `auto_map` needs: without them the tokenizer would not load."""
+    try:
+        auto_map = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("auto_map") or {}
+    except (OSError, ValueError, AttributeError):
+        return set()
+    references = auto_map.get("AutoTokenizer", []) if isinstance(auto_map, dict) else auto_map
+    references = [references] if isinstance(references, str) else references
+    waiting = [f"{reference.rsplit('.', 1)[0]}.py" for reference in references if reference and "--" not in reference]
+    needed: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in needed or not (folder / name).is_file():
+            continue
+        needed.add(name)
+        waiting += [f"{module}.py" for module in _relative_imports(folder / name)]
+    return needed
+
+
+def _relative_imports(path: Path) -> list[str]:
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    return get_relative_imports(path)

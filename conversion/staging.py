@@ -1,0 +1,87 @@
+"""A folder that appears under its name only when it is complete."""
+
+import hashlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .errors import ConversionError
+
+
+logger = logging.getLogger(__name__)
+
+
+def partial_folder(target: Path) -> Path:
+    """Where a target is made."""
+    return target.parent / f".{target.name}.partial"
+
+
+def replaced_folder(target: Path) -> Path:
+    """Where the folder that a new target replaces lies for the moment between two renames."""
+    return target.parent / f".{target.name}.replaced"
+
+
+@contextmanager
+def exclusive(target: Path) -> Iterator[None]:
+    """
+    Hold the right to make `target`. A folder that a killed run had moved away is given back first.
+
+    The lock lies with the temporary files, not beside the target: it has to outlive the last rename, and no file should be
+    left behind there.
+
+    Raises:
+        `ConversionError`: another process is making the same target.
+    """
+    digest = hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:24]
+    lock = FileLock(Path(tempfile.gettempdir()) / f"gated_attention-{digest}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConversionError(f"another process is making {target} (it holds {lock.lock_file}); wait for it") from None
+    try:
+        if replaced_folder(target).exists() and not target.exists():
+            logger.warning("giving back %s, which a killed run had moved away", target)
+            replaced_folder(target).rename(target)
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """
+    A hidden folder beside `target` that takes its place when the block ends well, and disappears when it does not. What was
+    at `target` stays there until then. A killed run leaves the hidden folder; the next one clears it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = partial_folder(target)
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir()
+    try:
+        yield staging
+        _put_in_place(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _put_in_place(staging: Path, target: Path) -> None:
+    replaced = replaced_folder(target)
+    shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed after its last rename
+    if target.exists() and any(target.iterdir()):
+        target.rename(replaced)
+    try:
+        if target.exists():
+            target.rmdir()
+        staging.rename(target)
+    except BaseException:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
