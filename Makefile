@@ -14,7 +14,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 
 # The main job on a real model: SmolLM2-135M-Instruct, or MODEL=<folder or Hub id>. SHORT=1 for a short run.
 demo: $(INSTALLED)
-	$(BIN)/gated-attention demo $(if $(MODEL),--model $(MODEL)) $(if $(SHORT),--short)
+	$(BIN)/gated-attention demo $(if $(MODEL),--model "$(MODEL)") $(if $(SHORT),--short)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest tests
@@ -32,4 +32,4 @@ quality: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf .venv build dist *.egg-info

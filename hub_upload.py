@@ -18,19 +18,51 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM
 from gated_attention.conversion import ConversionError
-from gated_attention.conversion.checkpoint import Checkpoint, read_checkpoint
+from gated_attention.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_checkpoint
+from gated_attention.conversion.places import tokenizer_code
 from gated_attention.conversion.plan import format_bytes
 from gated_attention.modeling_gated.bundle import AUTO_MAP, write_code_bundle
 
 
-# What a training run leaves in a model folder and no reader of the model needs, or should open (pickles).
-_NOT_UPLOADED = (".*", "*.bin", "*.pt", "*.pth", "*.py", "trainer_state.json", "config.json", "README.md")
-_NOT_UPLOADED_FOLDERS = ("checkpoint-*", "runs", "__pycache__", ".*")
+# What goes into the repository, beside the weights, the config, the code and the card that are made here. A list of what is
+# allowed: what becomes public should not depend on what somebody's folder happens to hold.
+_UPLOADED = (
+    "*token*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICEN[CS]E*",
+    "NOTICE*",
+    "USE_POLICY*",
+    "*.png",
+    "*.jpg",
+    "*.jpeg",
+    "*.gif",
+    "*.webp",
+    "*.svg",
+)
+_NOT_UPLOADED_FOLDERS = ("checkpoint-*", "runs", "logs", "__pycache__", ".*")
+
+# Weight files of an earlier upload that this one does not replace: a loader might take them.
+_REPLACED = (
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+)
 
 # Runs in the clean process: argv is the folder, a file with the input ids and the file to write the logits to.
 _LOAD_WITHOUT_PACKAGE = """
@@ -65,6 +97,7 @@ class UploadFolder:
     folder: Path
     checkpoint: Checkpoint
     config: GatedAttentionConfig
+    left_out: tuple[str, ...] = ()
 
     def files(self) -> dict[str, int]:
         """Path in the repository and size of each file."""
@@ -74,7 +107,21 @@ class UploadFolder:
     def describe(self, repo_id: str) -> str:
         lines = [f"{format_bytes(size):>10}  {name}" for name, size in self.files().items()]
         total = format_bytes(sum(self.files().values()))
-        return "\n".join([f"{repo_id}: {len(lines)} files, {total}", *lines])
+        left_out = [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
+        return "\n".join([f"{repo_id}: {len(lines)} files, {total}", *lines, *left_out])
+
+
+def check_repo_id(repo_id: str) -> None:
+    """
+    Raises:
+        `UploadError`: not `user/name`; the card's lines to load the model need both.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UploadError(str(error)) from error
+    if repo_id.count("/") != 1:
+        raise UploadError(f"the repository must be given as user/name, got {repo_id!r}")
 
 
 def prepare_upload(
@@ -104,17 +151,23 @@ def prepare_upload(
     config.auto_map = dict(AUTO_MAP)
     config.save_pretrained(folder)
     write_code_bundle(folder)
+    shards = {shard.name for shard in checkpoint.shards}
+    index = (
+        {INDEX_FILE} if INDEX_FILE in {path.name for path in source.iterdir()} and SINGLE_FILE not in shards else set()
+    )
+    made_here = {path.name for path in folder.iterdir()} | {"README.md"}
+    code = tokenizer_code(source)
+    left_out = []
     for root, folders, names in os.walk(source):
-        folders[:] = [name for name in folders if not any(fnmatch(name, p) for p in _NOT_UPLOADED_FOLDERS)]
-        for name in names:
-            relative = (Path(root) / name).relative_to(source)
-            if any(fnmatch(name, pattern) for pattern in _NOT_UPLOADED):
-                continue
-            if name.endswith(".safetensors") and name not in {shard.name for shard in checkpoint.shards}:
-                continue  # a leftover that no loader reads
-            (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-            (folder / relative).symlink_to((source / relative).resolve())
-    upload = UploadFolder(folder, checkpoint, config)
+        folders[:] = sorted(name for name in folders if not any(fnmatch(name, p) for p in _NOT_UPLOADED_FOLDERS))
+        for name in sorted(names):
+            relative = (Path(root) / name).relative_to(source).as_posix()
+            if relative in shards | index | code or any(fnmatch(name, pattern) for pattern in _UPLOADED):
+                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+                (folder / relative).symlink_to((source / relative).resolve())
+            elif relative not in made_here:
+                left_out.append(relative)
+    upload = UploadFolder(folder, checkpoint, config, tuple(left_out))
     write_card(upload, source / "README.md", repo_id, base_model, license)
     return upload
 
@@ -134,11 +187,20 @@ def write_card(
     upload: UploadFolder, source_card: Path, repo_id: str, base_model: str | None, license: str | None
 ) -> None:
     """Write README.md: metadata, how to load, what the gates are, and the card that the folder had, if any."""
-    previous = ModelCard.load(source_card) if source_card.is_file() else None
+    try:
+        previous = ModelCard.load(source_card) if source_card.is_file() else None
+    except Exception as error:  # YAML has many ways to be broken
+        raise UploadError(
+            f"the card {source_card} cannot be read ({type(error).__name__}: {error}); mend or remove it"
+        ) from error
     inherited = previous.data.to_dict() if previous else {}
+    kept = {key: inherited[key] for key in ("language", "datasets", "extra_gated_prompt") if inherited.get(key)}
+    if license is None:
+        kept |= {key: inherited[key] for key in ("license", "license_name", "license_link") if inherited.get(key)}
+    else:
+        kept["license"] = license
     data = ModelCardData(
-        license=license or inherited.get("license"),
-        language=inherited.get("language"),
+        **kept,
         base_model=base_model,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -160,7 +222,7 @@ def write_card(
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}", trust_remote_code=True)',
         f'model = AutoModelForCausalLM.from_pretrained("{repo_id}", trust_remote_code=True)',
         "```",
         "",
@@ -212,6 +274,32 @@ def load_without_package(folder: Path, input_ids: torch.Tensor) -> torch.Tensor:
         return load_file(outputs)["logits"]
 
 
+def push(upload: UploadFolder, repo_id: str, private: bool = False, revision: str | None = None) -> str:
+    """
+    Send the upload in one commit; weight files of an earlier upload that it does not replace are removed in the same commit.
+
+    Returns:
+        `str`: address of the commit.
+
+    Raises:
+        `UploadError`: the Hub could not be reached, or refused.
+    """
+    api = HfApi()
+    try:
+        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
+        if revision:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=upload.folder,
+            revision=revision,
+            commit_message="Upload gated attention model",
+            delete_patterns=list(_REPLACED),
+        ).commit_url
+    except (HTTPError, OSError) as error:
+        raise UploadError(f"the upload to {repo_id} failed: {error}") from error
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hub_upload.py", description=__doc__.strip().splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of the gated attention model")
@@ -227,6 +315,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
+        check_repo_id(options.repo_id)
         if not options.dry_run and get_token() is None:
             raise UploadError("no Hub token: run `hf auth login`, set HF_TOKEN, or look at the plan with --dry-run")
         with tempfile.TemporaryDirectory(prefix="hub-upload-") as scratch:
@@ -239,17 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.dry_run:
                 print("dry run: nothing was sent")
                 return 0
-            api = HfApi()
-            repo_id = api.create_repo(options.repo_id, private=options.private or None, exist_ok=True).repo_id
-            if options.revision:
-                api.create_branch(repo_id, branch=options.revision, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=upload.folder,
-                revision=options.revision,
-                commit_message="Upload gated attention model",
-            )
-            print(f"uploaded: {commit.commit_url}")
+            print(f"uploaded: {push(upload, options.repo_id, options.private, options.revision)}")
     except UploadError as error:
         print(f"hub_upload: {error}", file=sys.stderr)
         return 1

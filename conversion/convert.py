@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .plan import ConversionOptions, ConversionPlan, plan_conversion
 from .places import check_reserved_names
+from .plan import ConversionOptions, ConversionPlan, plan_conversion
 from .staging import exclusive, staged_folder
 from .verify import audit_headers, compare_logits
 from .write import write_conversion

@@ -98,7 +98,7 @@ def other_files(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], tuple[str, ..
     Raises:
         `ConversionError`: a file is a link to nothing.
     """
-    tokenizer_code = _tokenizer_code(checkpoint.folder)
+    needed_code = tokenizer_code(checkpoint.folder)
     used = {shard.name for shard in checkpoint.shards} | {INDEX_FILE}
     copied, code, unused = [], [], []
     for root, folders, names in os.walk(checkpoint.folder):
@@ -115,7 +115,7 @@ def other_files(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], tuple[str, ..
             if any(fnmatch(name, pattern) for pattern in _WEIGHTS):
                 if relative.as_posix() not in used:
                     unused.append(relative.as_posix())
-            elif name.endswith(".py") and relative.as_posix() not in tokenizer_code:
+            elif name.endswith(".py") and relative.as_posix() not in needed_code:
                 code.append(relative.as_posix())
             else:
                 copied.append(relative)
@@ -138,7 +138,7 @@ def _notes(checkpoint: Checkpoint, code: list[str], unused: list[str]) -> list[s
     return notes
 
 
-def _tokenizer_code(folder: Path) -> set[str]:
+def tokenizer_code(folder: Path) -> set[str]:
     """Names of the modules that the tokenizer's own `auto_map` needs: without them the tokenizer would not load."""
     try:
         auto_map = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("auto_map") or {}

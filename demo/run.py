@@ -6,6 +6,7 @@ import platform
 import shutil
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from .training import draw_training, train_gates
 
 DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("eager", "sdpa")
+_MARKER = ".gated-attention-demo"
 QUESTION = "What is gravity? Answer in two sentences."
 
 
@@ -39,15 +41,17 @@ def run_demo(model_name: str | None = None, output: Path = Path("demo-output"), 
         `dict`: what was seen; the content of `report.json`.
 
     Raises:
-        `DemoError`: something that must be equal is not; the report is written all the same.
+        `DemoError`: something that must be equal is not; the report is written all the same. Or the model cannot be
+        found, or the output folder holds other things.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokens, new_tokens, steps, sequence = (128, 16, 4, 128) if short else (512, 64, 24, 256)
-    output.mkdir(parents=True, exist_ok=True)
+    _check_extras()
 
     _title("1. The model")
     source = _find_source(model_name)
+    _prepare_output(output, source)
     print(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     texts = _texts(tokenizer)
@@ -97,6 +101,26 @@ def _title(text: str) -> None:
     print(f"\n{text}\n{'-' * len(text)}", flush=True)
 
 
+def _check_extras() -> None:
+    """Before the work rather than after it."""
+    if find_spec("matplotlib") is None:
+        raise DemoError("the demo draws with matplotlib: pip install 'gated-attention[demo]'")
+
+
+def _prepare_output(output: Path, source: Path) -> None:
+    """Make the folder; one that is there must be an earlier demo's, since its models are replaced."""
+    if output.resolve() == source.resolve() or source.resolve() in output.resolve().parents:
+        raise DemoError(f"the output {output} lies in the model's own folder; give another one with --output")
+    if output.exists() and not output.is_dir():
+        raise DemoError(f"the output {output} is a file; give a folder with --output")
+    if output.is_dir() and any(output.iterdir()) and not (output / _MARKER).exists():
+        raise DemoError(
+            f"the output {output} holds other things than an earlier demo; give a new folder with --output"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    (output / _MARKER).write_text("made by `gated-attention demo`; the folders beside this file are replaced by it\n")
+
+
 def _find_source(model: str | None) -> Path:
     if model is None:
         return demo_checkpoint()
@@ -104,7 +128,11 @@ def _find_source(model: str | None) -> Path:
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
+    unused = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
+    try:
+        return Path(snapshot_download(model, ignore_patterns=unused))
+    except (OSError, ValueError) as error:
+        raise DemoError(f"{model!r} is neither a folder nor a model that can be fetched: {error}") from error
 
 
 def _texts(tokenizer) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import tree_hashes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gated_attention.demo import DemoError, demo_checkpoint, run_demo, smollm2
@@ -22,6 +23,29 @@ def test_demo_on_a_model_of_ones_own(source, tmp_path, capsys, monkeypatch):
     assert AutoTokenizer.from_pretrained(output / "trained").chat_template
     assert "bit-equal" in capsys.readouterr().out
     run_demo("source", output, short=True)  # again, over what the first run left
+
+
+@pytest.mark.parametrize("output", [".", "demo-output"])
+def test_demo_does_not_write_into_the_model(source, output, monkeypatch):
+    monkeypatch.chdir(source)
+    before = tree_hashes(source)
+    with pytest.raises(DemoError, match="--output"):
+        run_demo(".", Path(output), short=True)
+    assert tree_hashes(source) == before
+
+
+def test_demo_replaces_nothing_but_an_earlier_demo(source, tmp_path):
+    (tmp_path / "models" / "trained").mkdir(parents=True)
+    (tmp_path / "models" / "trained" / "precious.safetensors").write_bytes(b"weeks of work")
+    before = tree_hashes(tmp_path)
+    with pytest.raises(DemoError, match="--output"):
+        run_demo(str(source), tmp_path / "models", short=True)
+    assert tree_hashes(tmp_path) == before
+
+
+def test_model_that_cannot_be_found(tmp_path):
+    with pytest.raises(DemoError, match="nobody/nothing"):
+        run_demo("nobody/nothing", tmp_path / "demo", short=True)
 
 
 def test_demo_model_with_unexpected_content_is_refused(tmp_path, monkeypatch):

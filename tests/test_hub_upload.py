@@ -1,6 +1,7 @@
 """hub_upload.py sends exactly what a stranger can load, and refuses what nobody could; the Hub is one on this machine."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ def gated(source, target):
     (target / "checkpoint-2").mkdir()
     (target / "checkpoint-2" / "optimizer.pt").write_bytes(b"a pickle")
     (target / "model-00009-of-00009.safetensors").write_bytes(b"a leftover")
+    (target / "sub").mkdir()
+    (target / "sub" / "model.safetensors").write_bytes(b"not the model")
+    (target / "id_rsa").write_text("a secret")
     return target
 
 
@@ -61,7 +65,6 @@ def stranger_logits(hub, tmp_path) -> torch.Tensor:
     run_as_stranger(
         hub,
         f"""
-from transformers import AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({REPO!r}, trust_remote_code=True)
 input_ids = load_file({str(tmp_path / "inputs.safetensors")!r})["input_ids"]
 with torch.no_grad():
@@ -77,8 +80,10 @@ def test_dry_run_checks_everything_and_sends_nothing(gated, hub):
     assert process.returncode == 0, process.stderr
     for part in ("model.safetensors", "gated_attention_gate.py", "bit for bit", "nothing was sent"):
         assert part in process.stdout
-    for name in ("training_args.bin", "optimizer.pt", "model-00009-of-00009.safetensors"):
-        assert name not in process.stdout
+    sent, left_out = process.stdout.split("left out:")
+    for name in ("training_args.bin", "model-00009-of-00009.safetensors", "sub/model.safetensors", "id_rsa"):
+        assert name not in sent
+        assert name in left_out
     assert hub.requests == []
     assert tree_hashes(gated) == before
 
@@ -88,13 +93,34 @@ def test_pushed_model_loads_at_a_strangers(gated, hub, tmp_path):
     assert process.returncode == 0, process.stderr
     files = hub.files(REPO)
     assert files["model.safetensors"] == (gated / "model.safetensors").read_bytes()
-    assert not {"training_args.bin", "checkpoint-2/optimizer.pt", "model-00009-of-00009.safetensors"} & files.keys()
+    unwanted = {"training_args.bin", "model-00009-of-00009.safetensors", "sub/model.safetensors", "id_rsa"}
+    assert not (unwanted | {"checkpoint-2/optimizer.pt"}) & files.keys()
     assert files["images/plot.png"] == (gated / "images" / "plot.png").read_bytes()
     assert torch.equal(stranger_logits(hub, tmp_path), logits_of(AutoModelForCausalLM.from_pretrained(gated)))
+    run_as_stranger(
+        hub,
+        f"""
+from transformers import AutoTokenizer
+assert AutoTokenizer.from_pretrained({REPO!r}, trust_remote_code=True)("the gate").input_ids
+""",
+    )
 
     sent = hub.received_bytes
     assert upload(gated, REPO, "--base-model", "someone/tiny", environment=hub.client).returncode == 0
     assert hub.received_bytes == sent  # a second push finds everything there
+
+
+@pytest.mark.parametrize(("first", "second"), [("5GB", "20KB"), ("20KB", "5GB")], ids=["then_sharded", "then_single"])
+def test_second_upload_in_another_layout_leaves_nothing_of_the_first(gated, hub, tmp_path, first, second):
+    for seed, size in ((1, first), (2, second)):
+        folder = tmp_path / f"model-{seed}"
+        shutil.copytree(gated, folder, ignore=shutil.ignore_patterns("model*"))
+        model = randomise(AutoModelForCausalLM.from_pretrained(gated), seed=seed)
+        model.save_pretrained(folder, max_shard_size=size)
+        assert upload(folder, REPO, environment=hub.client).returncode == 0
+    weights = {name for name in hub.files(REPO) if name.endswith((".safetensors", ".index.json"))}
+    assert weights == {path.name for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json"))}
+    assert torch.equal(stranger_logits(hub, tmp_path), logits_of(model))
 
 
 def test_model_push_to_hub_is_self_contained_too(gated, hub, tmp_path):
@@ -162,6 +188,39 @@ def test_damaged_folder_is_refused(gated, hub, damage, words):
 def test_model_without_gates_is_refused(source, tmp_path):
     with pytest.raises(hub_upload.UploadError, match="gated-attention convert"):
         hub_upload.prepare_upload(source, tmp_path / "upload", REPO)
+
+
+def test_licence_with_a_name_of_its_own_is_kept(gated, tmp_path):
+    (gated / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\ndatasets: [a/b]\nbase_model: x/y\n---\n# Card\n"
+    )
+    hub_upload.prepare_upload(gated, tmp_path / "upload", REPO)
+    data = ModelCard.load(tmp_path / "upload" / "README.md").data
+    assert (data.license, data.license_name, data.license_link, data.datasets) == ("other", "own", "LICENSE", ["a/b"])
+    assert data.base_model is None  # that of the source, not the source
+
+
+@pytest.mark.parametrize(
+    "card", [b"---\n- a list\n---\n", b"---\na: [1\n---\n", "---\nlicense: mit\n---\n caf\u00e9".encode("latin-1")]
+)
+def test_card_that_cannot_be_read_is_said(gated, tmp_path, card):
+    (gated / "README.md").write_bytes(card)
+    with pytest.raises(hub_upload.UploadError, match="cannot be read"):
+        hub_upload.prepare_upload(gated, tmp_path / "upload", REPO)
+
+
+@pytest.mark.parametrize("repo_id", ["tiny", "a/b/c", "a/..", "a b/c"])
+def test_repository_must_be_user_and_name(gated, hub, repo_id, capsys):
+    assert hub_upload.main([str(gated), repo_id, "--dry-run"]) == 1
+    assert repo_id in capsys.readouterr().err
+
+
+def test_hub_that_cannot_be_reached(gated, hub):
+    environment = {**hub.client, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    process = upload(gated, REPO, environment=environment)
+    assert process.returncode == 1
+    assert "failed" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize("base_model", ["/home/me/models/base", "C:\\models\\base", "models/of/mine"])
