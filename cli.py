@@ -72,6 +72,53 @@ def convert(
 
 
 @app.command()
+def inspect(
+    models: Annotated[list[str], typer.Argument(help="Folder or Hub id; several are shown side by side.")],
+    text: Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Data set: Hub id, or a folder of text, JSON Lines or parquet.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of the data set.")] = "test",
+    column: Annotated[str, typer.Option(help="Column of the data set that holds text.")] = "text",
+    length: Annotated[int, typer.Option(help="Tokens in a window; F-Attn depends on it.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens to look at in all.")] = 16384,
+    bos: Annotated[
+        bool | None, typer.Option("--bos/--no-bos", help="Begin windows with BOS; default: as the tokenizer does.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")] = "auto",
+    attn_implementation: Annotated[str | None, typer.Option(help="eager, sdpa, flex_attention, ...")] = None,
+    attention: Annotated[bool, typer.Option("--attention/--no-attention", help="Reduce attention maps.")] = True,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for inspection.json, figures and inspection.html.")] = None,
+) -> None:
+    """Show attention sinks, massive activations and gate scores of any causal language model."""
+    from .diagnostics import InspectionError
+    from .diagnostics.command import run_inspection
+
+    try:
+        run_inspection(
+            models,
+            text=text,
+            dataset=dataset,
+            split=split,
+            column=column,
+            length=length,
+            tokens=tokens,
+            bos=bos,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            attention=attention,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            out=out,
+            echo=typer.echo,
+        )
+    except (InspectionError, OSError) as error:
+        _fail(error)
+
+
+@app.command()
 def demo(
     model: Annotated[
         str | None,

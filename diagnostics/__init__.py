@@ -1,0 +1,17 @@
+"""Diagnostics: what sinks, activations and gates do, in any decoder-only model of transformers."""
+
+from .errors import InspectionError
+from .inspection import inspect_model, inspect_text
+from .results import Activation, GateSummary, Inspection, InspectionSettings, LayerInspection
+
+
+__all__ = [
+    "Activation",
+    "GateSummary",
+    "Inspection",
+    "InspectionError",
+    "InspectionSettings",
+    "LayerInspection",
+    "inspect_model",
+    "inspect_text",
+]
