@@ -1,5 +1,6 @@
 """Diagnostics: what sinks, activations and gates do, in any decoder-only model of transformers."""
 
+from .callback import DiagnosticsCallback
 from .errors import InspectionError
 from .inspection import inspect_model, inspect_text
 from .results import Activation, GateSummary, Inspection, InspectionSettings, LayerInspection
@@ -7,6 +8,7 @@ from .results import Activation, GateSummary, Inspection, InspectionSettings, La
 
 __all__ = [
     "Activation",
+    "DiagnosticsCallback",
     "GateSummary",
     "Inspection",
     "InspectionError",

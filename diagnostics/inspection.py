@@ -13,11 +13,15 @@ from .errors import InspectionError
 from .results import Activation, Inspection, InspectionSettings, LayerInspection
 
 
-# Rows of logits that are turned into losses at a time: their float32 copies are wide.
-_LOSS_ROWS = 512
+# Rows of logits that are turned into losses at a time: few, so that their wide float32 copies stay in the cache.
+_LOSS_ROWS = 64
+
+# More than a token of any tokenizer has on average.
+_CHARACTERS_A_TOKEN = 16
 
 
-@torch.inference_mode()
+# Not inference mode: what a model caches in a forward pass may be needed for training later.
+@torch.no_grad()
 def inspect_model(
     model: nn.Module,
     batches: Iterable[dict[str, torch.Tensor]],
@@ -54,7 +58,7 @@ def inspect_model(
     config = model.config.get_text_config(decoder=True)
     accumulator = Accumulator(len(layers), gate_scale=float(getattr(config, "gate_scale", 1.0)), ranks=ranks)
     losses = _Losses()
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sizes, tokens = [], 0
     try:
@@ -76,7 +80,8 @@ def inspect_model(
                     "watched; activations, gates and perplexity can be had with attention=False (--no-attention)"
                 )
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
     if not sizes:
         raise InspectionError("there is nothing to inspect: no batch was given")
 
@@ -164,7 +169,10 @@ def windows_of(
         bos = tokenizer.bos_token_id is not None and with_special[:1] == [tokenizer.bos_token_id]
     if bos and tokenizer.bos_token_id is None:
         raise InspectionError("the tokenizer has no BOS token; leave it out with bos=False (--no-bos)")
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    # Of a long text only the beginning is needed; the cut lies well behind the last token that is used.
+    ids = tokenizer(text[: tokens * _CHARACTERS_A_TOKEN], add_special_tokens=False).input_ids
+    if len(ids) < tokens + length:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
     fill = length - bos
     number = min(tokens // length, len(ids) // fill)
     if tokens < length:

@@ -1,0 +1,142 @@
+"""Watches sinks, activations and gates while Trainer trains, and writes down loss spikes."""
+
+import json
+import math
+from collections import deque
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from .errors import InspectionError
+from .inspection import inspect_model
+
+
+GATE = ".g_proj."
+SPIKES_FILE = "loss_spikes.jsonl"
+
+
+class DiagnosticsCallback(TrainerCallback):
+    """
+    Logs what the diagnostics see on a held batch, every so many steps, and detects loss spikes.
+
+    Logged under `diagnostics/`: `f_attn`, `largest_key_share`, `m_act`, `largest_activation`; with gates `gate_mean`,
+    `gate_closed_fraction`, `gate_movement` (root mean square difference of the gates' weights from those at the start of
+    training), `grad_norm_gates`; and `grad_norm_rest` (norms as the optimizer gets them, after clipping). They go through
+    `trainer.log`, and so to every tracker of Trainer.
+
+    A spike is a logged loss or gradient norm that lies more than `threshold` standard deviations above the mean of the
+    `window` values logged before it. Each is written to `loss_spikes.jsonl` in the output folder with the token ids of the
+    batches since the log before: with `logging_steps=1`, the batch of the spike.
+
+    Args:
+        trainer (`Trainer`): The trainer the callback is added to (as in TRL's callbacks).
+        batch (`dict[str, torch.Tensor]`): Held batch with `input_ids`, and `attention_mask` or `position_ids` if need be.
+        every (`int`): Steps between two looks.
+        window (`int`): Number of logged values that a spike is judged by; none is judged before half of them are there.
+        threshold (`float`): Standard deviations.
+
+    ```python
+    >>> trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
+    >>> trainer.add_callback(DiagnosticsCallback(trainer, held_batch, every=100))
+    ```"""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        batch: dict[str, torch.Tensor],
+        every: int = 100,
+        window: int = 50,
+        threshold: float = 6.0,
+    ):
+        for name, value, least in (("every", every, 1), ("window", window, 4), ("threshold", threshold, 0)):
+            if value < least:
+                raise InspectionError(f"`{name}` must be at least {least}, got {value}")
+        self.trainer = trainer
+        self.batch = batch
+        self.every = every
+        self.threshold = threshold
+        self.history = {"loss": deque(maxlen=window), "grad_norm": deque(maxlen=window)}
+        self.start: dict[str, torch.Tensor] = {}
+        self.gradient_norms: dict[str, float] = {}
+        # Token ids since the last log; bounded, in case logs are far apart.
+        self.recent: deque[list[list[int]]] = deque(maxlen=64)
+        self.handle = None
+        self.spikes: list[dict] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        gates = {name: parameter for name, parameter in model.named_parameters() if GATE in name}
+        self.start = {name: gate.detach().float().cpu().clone() for name, gate in gates.items()}
+        self.handle = model.register_forward_pre_hook(self._keep_ids, with_kwargs=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.handle.remove()
+
+    def _keep_ids(self, model, args, kwargs):
+        if model.training and isinstance(kwargs.get("input_ids"), torch.Tensor):
+            self.recent.append(kwargs["input_ids"].tolist())
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if (state.global_step + 1) % self.every == 0:
+            squares = {"gates": 0.0, "rest": 0.0}
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    squares["gates" if GATE in name else "rest"] += parameter.grad.float().square().sum().item()
+            self.gradient_norms = {name: math.sqrt(square) for name, square in squares.items()}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step % self.every == 0:
+            should_log = control.should_log
+            self.trainer.log({f"diagnostics/{name}": value for name, value in self._look(model).items()})
+            control.should_log = should_log  # logging resets it; the loss of this step is still to be logged
+
+    def _look(self, model) -> dict[str, float]:
+        model = self.trainer.accelerator.unwrap_model(model)
+        found = inspect_model(model, [self.batch], ranks=False).summary()
+        shown = ("f_attn", "largest_key_share", "m_act", "largest_activation", "gate_mean", "gate_closed_fraction")
+        figures = {name: found[name] for name in shown if found[name] is not None}
+        if self.start:
+            now = {name: parameter for name, parameter in model.named_parameters() if name in self.start}
+            squares = sum(
+                (gate.detach().float().cpu() - self.start[name]).square().sum().item() for name, gate in now.items()
+            )
+            count = sum(gate.numel() for gate in now.values())
+            figures["gate_movement"] = math.sqrt(squares / count)
+            figures["grad_norm_gates"] = self.gradient_norms.get("gates", 0.0)
+        figures["grad_norm_rest"] = self.gradient_norms.get("rest", 0.0)
+        return figures
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "loss" not in logs:
+            return
+        scores = {}
+        for name, history in self.history.items():
+            if name in logs:
+                value = float(logs[name])
+                scores[name] = self._score(value, history)
+                if math.isfinite(value):
+                    history.append(value)
+        if any(score > self.threshold for score in scores.values()):
+            spike = {
+                "step": state.global_step,
+                **{name: float(logs[name]) for name in scores},
+                "z_scores": scores,
+                "input_ids": list(self.recent),
+            }
+            self.spikes.append(spike)
+            if state.is_world_process_zero:
+                path = Path(args.output_dir) / SPIKES_FILE
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(spike) + "\n")
+        self.recent.clear()
+
+    def _score(self, value: float, history: deque) -> float:
+        """Standard deviations above the mean of the history; infinite for NaN and infinity."""
+        if not math.isfinite(value):
+            return math.inf
+        if len(history) < history.maxlen // 2:
+            return 0.0
+        mean = sum(history) / len(history)
+        deviation = math.sqrt(sum((entry - mean) ** 2 for entry in history) / len(history))
+        return (value - mean) / max(deviation, 1e-6 * max(abs(mean), 1.0))

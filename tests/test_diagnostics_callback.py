@@ -1,0 +1,130 @@
+"""The callback logs what an inspection finds, leaves training as it is, and catches a spike with its batch."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import TINY_SHAPE, tiny_gated, tiny_input_ids, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from gated_attention import inspect_model
+from gated_attention.diagnostics import DiagnosticsCallback, InspectionError
+
+
+HELD = {"input_ids": tiny_input_ids(2, 18, seed=11)}
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Random tokens; one row of another kind, if asked for, that the model does not expect."""
+
+    def __init__(self, rows: int, odd_row: int | None = None):
+        pattern = torch.arange(3, 9).repeat(4)[:20]
+        self.rows = pattern.repeat(rows, 1)
+        if odd_row is not None:
+            self.rows[odd_row] = TINY_SHAPE["vocab_size"] - 1 - torch.arange(20)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        return {"input_ids": self.rows[row], "labels": self.rows[row]}
+
+
+class Tracker(TrainerCallback):
+    """Stands for any tracker: sees what Trainer logs."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append((state.global_step, dict(logs)))
+
+
+def make_trainer(model, output, dataset, steps, tracker=None, **arguments):
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        **arguments,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[tracker] if tracker else None)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not_gated"])
+def test_logs_what_an_inspection_finds(tmp_path, gated):
+    model, tracker = (tiny_gated() if gated else tiny_llama()), Tracker()
+    trainer = make_trainer(model, tmp_path, Tokens(6), 6, tracker)
+    trainer.add_callback(DiagnosticsCallback(trainer, HELD, every=3))
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if ".g_proj." in name}
+    trainer.train()
+    looks = {step: logs for step, logs in tracker.seen if "diagnostics/f_attn" in logs}
+    assert list(looks) == [3, 6]
+    expected = inspect_model(trainer.model, [HELD], ranks=False).summary()
+    for name in ("f_attn", "largest_key_share", "m_act"):
+        assert looks[6][f"diagnostics/{name}"] == pytest.approx(expected[name], rel=1e-6)
+    assert looks[6]["diagnostics/grad_norm_rest"] > 0
+    if gated:
+        assert looks[6]["diagnostics/gate_mean"] == pytest.approx(expected["gate_mean"], rel=1e-6)
+        moved = [(parameter - start[name]).square() for name, parameter in model.named_parameters() if name in start]
+        movement = torch.cat([square.flatten() for square in moved]).mean().sqrt().item()
+        assert looks[6]["diagnostics/gate_movement"] == pytest.approx(movement, rel=1e-5)
+        total = math.hypot(looks[6]["diagnostics/grad_norm_gates"], looks[6]["diagnostics/grad_norm_rest"])
+        logged = next(logs["grad_norm"] for step, logs in tracker.seen if step == 6 and "grad_norm" in logs)
+        assert total == pytest.approx(min(logged, 1.0), rel=1e-3)  # clipped to Trainer's 1.0
+    else:
+        assert not any("gate" in name for name in looks[6])
+
+
+def test_training_is_the_same_with_and_without(tmp_path):
+    weights = []
+    for watched in (False, True):
+        trainer = make_trainer(tiny_gated(attention_dropout=0.1), tmp_path, Tokens(4), 4)
+        if watched:
+            trainer.add_callback(DiagnosticsCallback(trainer, HELD, every=1))
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_spike_is_written_with_the_ids_of_its_batch(tmp_path):
+    dataset, odd = Tokens(40, odd_row=30), 30
+    trainer = make_trainer(tiny_gated(), tmp_path, dataset, 40)
+    callback = DiagnosticsCallback(trainer, HELD, every=100, window=20, threshold=6.0)
+    trainer.add_callback(callback)
+    trainer.train()
+    written = [json.loads(line) for line in (tmp_path / "loss_spikes.jsonl").read_text().splitlines()]
+    assert written == callback.spikes
+    assert written[0]["step"] == odd + 1
+    assert written[0]["input_ids"] == [[dataset.rows[odd].tolist()]]
+    assert max(written[0]["z_scores"].values()) > 6
+
+
+def test_steady_training_has_no_spikes(tmp_path):
+    trainer = make_trainer(tiny_gated(), tmp_path, Tokens(40), 40)
+    callback = DiagnosticsCallback(trainer, HELD, every=100, window=20)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.spikes == []
+    assert not (tmp_path / "loss_spikes.jsonl").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_loss_that_is_no_number_is_a_spike(tmp_path, value):
+    trainer = make_trainer(tiny_gated(), tmp_path, Tokens(4), 4)
+    callback = DiagnosticsCallback(trainer, HELD)
+    callback.on_log(trainer.args, trainer.state, trainer.control, logs={"loss": value})
+    assert callback.spikes[0]["z_scores"]["loss"] == math.inf
+
+
+def test_arguments_are_checked(tmp_path):
+    trainer = make_trainer(tiny_gated(), tmp_path, Tokens(4), 4)
+    with pytest.raises(InspectionError, match="`every` must be at least 1, got 0"):
+        DiagnosticsCallback(trainer, HELD, every=0)
