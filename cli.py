@@ -73,7 +73,10 @@ def convert(
 
 @app.command()
 def inspect(
-    models: Annotated[list[str], typer.Argument(help="Folder or Hub id; several are shown side by side.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M."),
+    ],
     text: Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Data set: Hub id, or a folder of text, JSON Lines or parquet.")
@@ -98,7 +101,7 @@ def inspect(
 
     try:
         run_inspection(
-            models,
+            _with_demo_model(models),
             text=text,
             dataset=dataset,
             split=split,
@@ -109,6 +112,46 @@ def inspect(
             dtype=dtype,
             attn_implementation=attn_implementation,
             attention=attention,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            out=out,
+            echo=typer.echo,
+        )
+    except (InspectionError, OSError) as error:
+        _fail(error)
+
+
+@app.command()
+def stream(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M."),
+    ],
+    text: Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of the text, the BOS token included.")] = 8192,
+    window: Annotated[int, typer.Option(help="Tokens that the cache holds.")] = 1024,
+    kept: Annotated[int, typer.Option(help="First tokens that one of the runs keeps.")] = 4,
+    bos: Annotated[
+        bool | None, typer.Option("--bos/--no-bos", help="Begin with BOS; default: as the tokenizer does.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Perplexity with a cache of the last tokens only, with and without the first ones kept (StreamingLLM)."""
+    from .diagnostics import InspectionError
+    from .diagnostics.command import run_streaming
+
+    try:
+        run_streaming(
+            _with_demo_model(models),
+            text=text,
+            length=length,
+            window=window,
+            kept=kept,
+            bos=bos,
+            dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
             out=out,
@@ -136,6 +179,18 @@ def demo(
     try:
         run_demo(model, output, short)
     except (ConversionError, DemoError, OSError) as error:
+        _fail(error)
+
+
+def _with_demo_model(models: list[str]) -> list[str]:
+    """The word `demo-model` stands for the demo's model, made on first use."""
+    if "demo-model" not in models:
+        return models
+    from .demo import DemoError, demo_checkpoint
+
+    try:
+        return [str(demo_checkpoint()) if model == "demo-model" else model for model in models]
+    except DemoError as error:
         _fail(error)
 
 

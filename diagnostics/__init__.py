@@ -4,6 +4,7 @@ from .callback import DiagnosticsCallback
 from .errors import InspectionError
 from .inspection import inspect_model, inspect_text
 from .results import Activation, GateSummary, Inspection, InspectionSettings, LayerInspection
+from .streaming import StreamingResult, streaming_perplexity
 
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "InspectionError",
     "InspectionSettings",
     "LayerInspection",
+    "StreamingResult",
     "inspect_model",
     "inspect_text",
+    "streaming_perplexity",
 ]

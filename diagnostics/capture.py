@@ -6,7 +6,7 @@ on. What was seen goes to an observer.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,11 +135,9 @@ def watching(model: nn.Module, batch: Batch, observer: Observer, attention: bool
                 handles.append(projection.register_forward_hook(_gate_hook(observer, index, location, module, heads)))
                 handles.append(module.o_proj.register_forward_pre_hook(_gated_outputs_hook(observer, index, heads)))
     name = model.config._attn_implementation or "eager"
-    original = ALL_ATTENTION_FUNCTIONS.get(name)
 
-    def watched(module, query, key, value, attention_mask, **kwargs):
-        function = original or _eager_attention_of(module)
-        result = function(module, query, key, value, attention_mask, **kwargs)
+    def watched(module, query, key, value, attention_mask, original, **kwargs):
+        result = original(module, query, key, value, attention_mask, **kwargs)
         index = index_of.get(id(module))
         if index is not None:
             observer.head_outputs(index, result[0], gated=False)
@@ -147,9 +145,29 @@ def watching(model: nn.Module, batch: Batch, observer: Observer, attention: bool
                 observer.attention(index, _statistics(module, query, key, attention_mask, batch, name, kwargs))
         return result
 
-    # A local entry of the mapping: an existing one (of a caller who watches too) is put back afterwards.
+    try:
+        with replaced_attention(model, watched):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def replaced_attention(model: nn.Module, function: Callable) -> Iterator[None]:
+    """
+    Send the model's attention through `function(module, query, key, value, attention_mask, original=..., **kwargs)` within
+    the block; `original` is the attention function that would have been called.
+    """
+    name = model.config._attn_implementation or "eager"
+    registered = ALL_ATTENTION_FUNCTIONS.get(name)
+
+    def replacement(module, *args, **kwargs):
+        return function(module, *args, original=registered or _eager_attention_of(module), **kwargs)
+
+    # A local entry of the mapping: an existing one (of a caller who replaces it too) is put back afterwards.
     before = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
-    ALL_ATTENTION_FUNCTIONS[name] = watched
+    ALL_ATTENTION_FUNCTIONS[name] = replacement
     try:
         yield
     finally:
@@ -157,8 +175,6 @@ def watching(model: nn.Module, batch: Batch, observer: Observer, attention: bool
             del ALL_ATTENTION_FUNCTIONS[name]
         else:
             ALL_ATTENTION_FUNCTIONS[name] = before
-        for handle in handles:
-            handle.remove()
 
 
 def _eager_attention_of(module: nn.Module):

@@ -1,19 +1,22 @@
 """`gated-attention inspect`: loads models, inspects them on one text, prints, draws and saves."""
 
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .. import modeling_gated  # noqa: F401 (registers the gated models with the Auto classes)
 from .errors import InspectionError
-from .inspection import inspect_text
+from .inspection import inspect_text, windows_of
 from .page import write_page
 from .plots import attention_maps, draw_inspections
-from .report import card_section, terminal_report
+from .report import aligned, card_section, terminal_report
 from .results import Inspection
+from .streaming import StreamingResult, streaming_perplexity
 from .texts import dataset_text, default_text, read_text
 
 
@@ -86,6 +89,60 @@ def run_inspection(
         _write(inspections, maps, out)
         echo(f"\nfigures, inspection.json, inspection.html and card.md are in {out}")
     return inspections
+
+
+def run_streaming(
+    models: list[str],
+    *,
+    text: Path | None = None,
+    length: int = 8192,
+    window: int = 1024,
+    kept: int = 4,
+    bos: bool | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    out: Path | None = None,
+    echo: Callable[[str], None] = print,
+) -> dict[str, dict[str, StreamingResult]]:
+    """
+    The streaming test on models, one after the other: full cache, last tokens only, last tokens and the first `kept`.
+
+    Returns:
+        For each model the results by name of the run.
+
+    Raises:
+        [`InspectionError`]: a model or the text cannot be used.
+    """
+    content, text_name = (read_text(text), text.name) if text is not None else default_text()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    runs = {"full cache": None, f"last {window}": 0, f"first {kept} and last {window - kept}": kept}
+    results = {}
+    for name, path in zip(_short_names(models), models, strict=True):
+        model, tokenizer = _load(path, dtype, None, device, trust_remote_code)
+        (input_ids, *_), with_bos = windows_of(tokenizer, content, length, length, bos)
+        results[name] = {
+            label: streaming_perplexity(model, input_ids, window, first)
+            for label, first in tqdm(runs.items(), desc=f"Streaming {name}", unit="run", disable=None)
+        }
+        begins = "BOS first" if with_bos else "no BOS"
+        rows = [["", "perplexity", "past the window"]]
+        rows += [
+            [label, f"{result.perplexity:.3f}", f"{result.perplexity_past_window:.3f}"]
+            for label, result in results[name].items()
+        ]
+        echo(
+            f"{name}: {length:,} tokens of {text_name}, {begins}; {str(model.dtype).removeprefix('torch.')}\n{aligned(rows)}\n"
+        )
+        del model
+        gc.collect()
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            name: {label: result.to_dict() for label, result in found.items()} for name, found in results.items()
+        }
+        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return results
 
 
 def _load(name: str, dtype: str, attn_implementation: str | None, device: str, trust_remote_code: bool):

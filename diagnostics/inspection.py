@@ -185,6 +185,20 @@ def windows_of(
     return [torch.tensor([start + ids[i * fill : (i + 1) * fill]]) for i in range(number)], bos
 
 
+def token_losses(logits: torch.Tensor, batch: Batch, row: int) -> torch.Tensor:
+    """Negative log-likelihood `(length - 1,)` of each token after the first, from logits `(length, vocab_size)` of a row."""
+    targets = batch.input_ids[row, 1:]
+    parts = [
+        nn.functional.cross_entropy(
+            logits[start : min(start + _LOSS_ROWS, len(targets))].float(),
+            targets[start : start + _LOSS_ROWS],
+            reduction="none",
+        )
+        for start in range(0, len(targets), _LOSS_ROWS)
+    ]
+    return torch.cat(parts)
+
+
 class _Losses:
     """Negative log-likelihoods, summed by position in the document."""
 
@@ -202,15 +216,11 @@ class _Losses:
         # A token is predicted from the one before it if both belong to the same document.
         predicted = batch.valid[:, :-1] & batch.valid[:, 1:] & (batch.first_token[:, 1:] == batch.first_token[:, :-1])
         for row in range(batch_size):
-            for start in range(0, length - 1, _LOSS_ROWS):
-                end = min(start + _LOSS_ROWS, length - 1)
-                loss = nn.functional.cross_entropy(
-                    logits[row, start:end].float(), batch.input_ids[row, start + 1 : end + 1], reduction="none"
-                )
-                keep = predicted[row, start:end]
-                where = position[row, start:end][keep].cpu()
-                self.sums.index_add_(0, where, loss[keep].double().cpu())
-                self.counts.index_add_(0, where, torch.ones(len(where), dtype=torch.float64))
+            losses = token_losses(logits[row], batch, row)
+            keep = predicted[row]
+            where = position[row, :-1][keep].cpu()
+            self.sums.index_add_(0, where, losses[keep].double().cpu())
+            self.counts.index_add_(0, where, torch.ones(len(where), dtype=torch.float64))
 
     @property
     def perplexity(self) -> float | None:

@@ -65,10 +65,10 @@ def settings_line(inspection: Inspection) -> str:
 
 def terminal_report(inspections: list[Inspection], layers: bool = True) -> str:
     """Settings, the figures side by side, and, for each model, its layers."""
-    parts = ["\n".join(settings_line(inspection) for inspection in inspections), _aligned(summary_rows(inspections))]
+    parts = ["\n".join(settings_line(inspection) for inspection in inspections), aligned(summary_rows(inspections))]
     for inspection in inspections:
         if layers:
-            parts.append(f"{inspection.settings.model}\n{_aligned(layer_rows(inspection))}")
+            parts.append(f"{inspection.settings.model}\n{aligned(layer_rows(inspection))}")
         if inspection.skipped_layers:
             skipped = ", ".join(f"{index} ({kind})" for index, kind in inspection.skipped_layers.items())
             parts.append(f"{inspection.settings.model}: no softmax attention to measure in layers {skipped}")
@@ -97,7 +97,8 @@ def _place(inspection: Inspection) -> str:
     return f"layer {activation.layer_idx}, position {activation.position}{token}, channel {activation.channel}"
 
 
-def _aligned(rows: list[list[str]]) -> str:
+def aligned(rows: list[list[str]]) -> str:
+    """Rows as text, the first column to the left and the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

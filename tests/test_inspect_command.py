@@ -115,3 +115,19 @@ def test_inspected_folder_is_not_touched(source, text):
     assert run(source, "--text", text).exit_code == 0
     assert tree_hashes(source) == before
     AutoModelForCausalLM.from_pretrained(source)
+
+
+def test_stream(source, text, tmp_path):
+    arguments = ["stream", source, "--text", text, "--length", 40, "--window", 12, "--kept", 3, "--bos"]
+    result = CliRunner().invoke(app, [*map(str, arguments), "--out", str(tmp_path / "stream.json")])
+    assert result.exit_code == 0, result.output
+    assert "40 tokens of text.txt, BOS first; float32" in result.output
+    runs = json.loads((tmp_path / "stream.json").read_text())["source"]
+    assert list(runs) == ["full cache", "last 12", "first 3 and last 9"]
+    for label, run in runs.items():
+        assert f"{run['perplexity']:.3f}" in next(
+            line for line in result.output.splitlines() if line.startswith(label)
+        )
+    result = CliRunner().invoke(app, ["stream", str(source), "--text", str(text), "--length", "40", "--window", "40"])
+    assert result.exit_code == 1
+    assert "`window` must be" in result.output
