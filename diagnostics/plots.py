@@ -155,15 +155,16 @@ def draw_gate_histogram(axes, inspections: _Numbered) -> None:
     _legend(axes)
 
 
-def draw_attention_map(axes, attention, tokens: list[str], title: str) -> None:
-    """An attention map `(queries, keys)`, averaged over heads, of a short text."""
-    axes.imshow(attention, cmap="cividis", vmin=0, vmax=1)
+def draw_attention_map(axes, attention, tokens: list[str], title: str):
+    """An attention map `(queries, keys)`, averaged over heads, of a short text; returns the image, for a colour bar."""
+    image = axes.imshow(attention, cmap="cividis", vmin=0, vmax=1)
     step = max(1, len(tokens) // 20)
     places = range(0, len(tokens), step)
     labels = [tokens[place].strip() or "·" for place in places]
     axes.set_xticks(places, labels, rotation=90, fontsize=6)
     axes.set_yticks(places, labels, fontsize=6)
     axes.set(xlabel="key", ylabel="query", title=title)
+    return image
 
 
 def _whole_numbers(axes, both: bool = False) -> None:
@@ -223,10 +224,11 @@ def draw_inspections(
         files[name] = _save(pyplot, figure, folder / name)
     for model, entries in (maps or {}).items():
         figure, all_axes = pyplot.subplots(
-            1, len(entries), figsize=(4.6 * len(entries), 5.6), layout="constrained", squeeze=False
+            1, len(entries), figsize=(4.6 * len(entries) + 0.8, 5.0), layout="constrained", squeeze=False
         )
         for axes, (layer, attention, tokens) in zip(all_axes[0], entries, strict=True):
-            draw_attention_map(axes, attention, tokens, f"layer {layer}")
+            image = draw_attention_map(axes, attention, tokens, f"layer {layer}")
+        figure.colorbar(image, ax=all_axes[0].tolist(), label="share of attention", shrink=0.6)
         figure.suptitle(f"Attention, mean over heads: {model}")
         key = "attention_maps" if len(maps) == 1 else f"attention_maps_{list(maps).index(model) + 1}"
         files[key] = _save(pyplot, figure, folder / key)

@@ -51,44 +51,35 @@ def test_known_value_uniform_attention():
     assert inspection.perplexity == pytest.approx(16, rel=1e-5)  # zero logits
 
 
-@pytest.mark.parametrize(
-    ("mass", "place"), [(0.9, 0), (0.5, 0), (0.8, 3)], ids=["0.9_first", "0.5_first", "0.8_fourth"]
-)
-def test_known_value_sink_of_a_set_mass(mass, place):
-    """A key whose score exceeds all others by log(mass / (1 - mass) * (visible - 1)) takes exactly that mass."""
-    length = 7
-    model = one_layer(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+@pytest.mark.parametrize("place", [0, 3], ids=["first", "fourth"])
+@pytest.mark.parametrize("score", [0.5, 3.0, 8.0])
+def test_known_value_sink_of_a_set_mass(score, place):
+    """
+    Every query has the score `score` with the sink's key and 0 with all others, so the sink takes
+    exp(score) / (exp(score) + others).
+    """
+    length, sink, other = 9, 5, 6
+    # Angles of the slowest pair of channels, 3 and 7, are practically 0 with this base.
+    model = one_layer(rope_parameters={"rope_type": "default", "rope_theta": 1e30})
     attention = model.model.layers[0].self_attn
-    seen = []
-
-    def planted(module, query, key, value, attention_mask, **kwargs):
-        # Queries and keys with the scores that give the mass: RoPE is past, so they are what the softmax gets.
-        query, key = torch.zeros_like(query), torch.zeros_like(key)
-        for position in range(length):
-            others = position if position >= place else 1
-            query[..., position, 0] = math.log(mass / (1 - mass) * others) / module.scaling if others else 0.0
-        key[..., place, 0] = 1.0
-        seen.append((query, key))
-        return original(module, query, key, value, attention_mask, **kwargs)
-
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from gated_attention.diagnostics.attention_statistics import attention_statistics
-
-    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = planted
-    try:
-        model(torch.arange(length)[None])
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
-    query, key = seen[0]
-    counts = torch.arange(length)[None] > max(place, 0)
-    statistics = attention_statistics(
-        query, key, attention.scaling, torch.full((1, length), place), counts, lambda *block: None
-    )
-    torch.testing.assert_close(statistics.first_share[0, 0, place + 1 :], torch.full((length - place - 1,), mass))
-    assert statistics.key_share[0, 0].argmax() == place
-    assert statistics.key_share[0, 0, place] == pytest.approx(mass, abs=1e-6)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[sink, :2] = 1.0
+        model.model.embed_tokens.weight[other, 0] = model.model.embed_tokens.weight[other, 2] = 1.0
+        # RMSNorm turns two ones among eight channels into twos.
+        attention.q_proj.weight[3, 0] = 0.5
+        attention.k_proj.weight[3, 1] = 0.5 * score / attention.scaling
+    tokens = torch.full((1, length), other)
+    tokens[0, place] = sink
+    inspection = inspect_model(model, [{"input_ids": tokens}])
+    masses = [math.exp(score) / (math.exp(score) + query) if query >= place else 0.0 for query in range(1, length)]
+    firsts = [(1 - mass) / query if query >= place else 1 / (query + 1) for query, mass in enumerate(masses, start=1)]
+    if place == 0:
+        assert inspection.f_attn == pytest.approx(sum(masses) / len(masses), abs=1e-5)
+    else:
+        assert inspection.f_attn == pytest.approx(sum(firsts) / len(firsts), abs=1e-5)
+    if score > 1:  # otherwise the first tokens, which are seen by more queries, get more in all
+        assert inspection.largest_key_share == pytest.approx(sum(masses) / len(masses), abs=1e-5)
+        assert inspection.layers[0].largest_key_position == place
 
 
 def test_known_value_planted_activation():

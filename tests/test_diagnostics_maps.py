@@ -9,6 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gated_attention import inspect_model
 from gated_attention.diagnostics import Inspection
@@ -149,3 +150,38 @@ def test_equals_full_maps_on_flex_attention(family, inputs):
     model = FAMILIES[family]()
     model.set_attn_implementation("flex_attention")
     assert_equals_maps(model, inputs(), inspect_model(model, [inputs()]))
+
+
+def flash_stand_in(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+    """What FlashAttention computes, from the arguments it gets: a padding mask or positions, and the window as a number."""
+    batch, _, length, _ = query.shape
+    index = torch.arange(length)
+    allowed = (index[None, :] <= index[:, None])[None].repeat(batch, 1, 1)
+    if sliding_window is not None:
+        allowed &= (index[:, None] - index[None, :] < sliding_window)[None]
+    if attention_mask is not None:
+        allowed &= attention_mask[:, None, :].bool() | (index[:, None] == index[None, :])[None]
+    elif kwargs.get("position_ids") is not None:
+        document = (kwargs["position_ids"].diff(dim=1) != 1).long().cumsum(1)
+        document = torch.cat([torch.zeros(len(document), 1, dtype=torch.long), document], dim=1)
+        allowed &= document[:, :, None] == document[:, None, :]
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~allowed[:, None], float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "gated_headwise"])
+def test_equals_full_maps_with_the_arguments_of_flash_attention(family, inputs, monkeypatch):
+    """FlashAttention needs a GPU; a stand-in gets its arguments, and the diagnostics read the same ones."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash_stand_in)
+    model = FAMILIES[family]()
+    expected = inspect_model(model, [inputs()])
+    model.config._attn_implementation = "flash_attention_2"
+    found = inspect_model(model, [inputs()])
+    assert found.settings.attn_implementation == "flash_attention_2"
+    for layer, reference in zip(found.layers, expected.layers, strict=True):
+        for name in ("f_attn", "largest_key_share", "entropy", "sink_rate"):
+            ours, theirs = torch.tensor(getattr(layer, name)), torch.tensor(getattr(reference, name))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

@@ -7,8 +7,9 @@ import torch
 from conftest import tree_hashes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gated_attention import GatedAttentionForCausalLM, convert_checkpoint
+from gated_attention import GatedAttentionForCausalLM, convert_checkpoint, inspect_model
 from gated_attention.demo import DemoError, demo_checkpoint
+from gated_attention.diagnostics import streaming_perplexity
 
 
 pytestmark = pytest.mark.slow
@@ -50,6 +51,30 @@ def test_logits_are_bit_equal_on_512_tokens(smollm2, converted, text, dtype, bac
     assert type(model) is GatedAttentionForCausalLM
     assert logits[0].isfinite().all()
     assert torch.equal(*logits)
+
+
+def test_inspection_equals_full_maps_and_finds_what_is_known(smollm2, text):
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    input_ids = torch.cat([torch.tensor([[model.config.bos_token_id]]), text[:, :255]], dim=1)
+    inspection = inspect_model(model, [{"input_ids": input_ids}], ranks=False)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(input_ids, output_attentions=True, use_cache=False).attentions
+    for layer, attention in zip(inspection.layers, maps, strict=True):
+        expected = attention[0, :, 1:, 0].mean(1)
+        torch.testing.assert_close(torch.tensor(layer.f_attn), expected, rtol=0, atol=1e-5)
+    assert 0.3 < inspection.f_attn < 0.42
+    largest = inspection.largest_activation
+    assert largest.value > 20_000
+    assert (largest.layer_idx, largest.position) == (11, 0)
+    assert largest.value > 1000 * inspection.layers[11].median_activation
+
+
+def test_first_tokens_matter_to_it(smollm2, text):
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    everything, none, four = (streaming_perplexity(model, text, 64, kept) for kept in (None, 0, 4))
+    assert none.perplexity_past_window > 1.5 * four.perplexity_past_window
+    assert four.perplexity_past_window > everything.perplexity_past_window
 
 
 def test_the_model_is_a_language_model(smollm2, text):
