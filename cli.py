@@ -71,13 +71,21 @@ def convert(
     typer.echo(f"done     {checked} ({steps})")
 
 
+# Options that several commands share.
+_Models = Annotated[
+    list[str], typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M.")
+]
+_Text = Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")]
+_Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin with BOS; default: as the tokenizer does.")]
+_Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")]
+_Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")]
+_TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")]
+
+
 @app.command()
 def inspect(
-    models: Annotated[
-        list[str],
-        typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M."),
-    ],
-    text: Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")] = None,
+    models: _Models,
+    text: _Text = None,
     dataset: Annotated[
         str | None, typer.Option(help="Data set: Hub id, or a folder of text, JSON Lines or parquet.")
     ] = None,
@@ -85,35 +93,24 @@ def inspect(
     column: Annotated[str, typer.Option(help="Column of the data set that holds text.")] = "text",
     length: Annotated[int, typer.Option(help="Tokens in a window; F-Attn depends on it.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens to look at in all.")] = 16384,
-    bos: Annotated[
-        bool | None, typer.Option("--bos/--no-bos", help="Begin windows with BOS; default: as the tokenizer does.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")] = "auto",
-    attn_implementation: Annotated[str | None, typer.Option(help="eager, sdpa, flex_attention, ...")] = None,
+    bos: _Bos = None,
     attention: Annotated[bool, typer.Option("--attention/--no-attention", help="Reduce attention maps.")] = True,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
+    dtype: _Dtype = "auto",
+    attn_implementation: Annotated[str | None, typer.Option(help="eager, sdpa, flex_attention, ...")] = None,
+    device: _Device = None,
+    trust_remote_code: _TrustRemoteCode = False,
     out: Annotated[Path | None, typer.Option(help="Folder for inspection.json, figures and inspection.html.")] = None,
 ) -> None:
     """Show attention sinks, massive activations and gate scores of any causal language model."""
     from .diagnostics import InspectionError
-    from .diagnostics.command import run_inspection
+    from .diagnostics.command import LoadOptions, TextOptions, run_inspection
 
     try:
         run_inspection(
             _with_demo_model(models),
-            text=text,
-            dataset=dataset,
-            split=split,
-            column=column,
-            length=length,
-            tokens=tokens,
-            bos=bos,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
+            TextOptions(text, length, tokens, bos, dataset, split, column),
+            LoadOptions(dtype, attn_implementation, device, trust_remote_code),
             attention=attention,
-            device=device,
-            trust_remote_code=trust_remote_code,
             out=out,
             echo=typer.echo,
         )
@@ -123,37 +120,28 @@ def inspect(
 
 @app.command()
 def stream(
-    models: Annotated[
-        list[str],
-        typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M."),
-    ],
-    text: Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")] = None,
+    models: _Models,
+    text: _Text = None,
     length: Annotated[int, typer.Option(help="Tokens of the text, the BOS token included.")] = 8192,
     window: Annotated[int, typer.Option(help="Tokens that the cache holds.")] = 1024,
     kept: Annotated[int, typer.Option(help="First tokens that one of the runs keeps.")] = 4,
-    bos: Annotated[
-        bool | None, typer.Option("--bos/--no-bos", help="Begin with BOS; default: as the tokenizer does.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
+    bos: _Bos = None,
+    dtype: _Dtype = "auto",
+    device: _Device = None,
+    trust_remote_code: _TrustRemoteCode = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Perplexity with a cache of the last tokens only, with and without the first ones kept (StreamingLLM)."""
     from .diagnostics import InspectionError
-    from .diagnostics.command import run_streaming
+    from .diagnostics.command import LoadOptions, TextOptions, run_streaming
 
     try:
         run_streaming(
             _with_demo_model(models),
-            text=text,
-            length=length,
+            TextOptions(text, length, length, bos),
+            LoadOptions(dtype, None, device, trust_remote_code),
             window=window,
             kept=kept,
-            bos=bos,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
             out=out,
             echo=typer.echo,
         )

@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,21 +21,73 @@ from .streaming import StreamingResult, streaming_perplexity
 from .texts import dataset_text, default_text, read_text
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """
+    The text that models run on.
+
+    Attributes:
+        text: Text file; None: a data set, or Python's own help pages.
+        length: Tokens in a window.
+        tokens: Tokens in all.
+        bos: Whether windows begin with BOS; None: as the tokenizer does.
+        dataset, split, column: A data set instead of a file.
+    """
+
+    text: Path | None = None
+    length: int = 1024
+    tokens: int = 16384
+    bos: bool | None = None
+    dataset: str | None = None
+    split: str = "test"
+    column: str = "text"
+
+    def read(self) -> tuple[str, str]:
+        """The text, and what to call it."""
+        if self.text is not None and self.dataset is not None:
+            raise InspectionError("give --text or --dataset, not both")
+        if self.text is not None:
+            return read_text(self.text), self.text.name
+        if self.dataset is not None:
+            content = dataset_text(self.dataset, self.tokens, self.split, self.column)
+            return content, f"{Path(self.dataset).name} ({self.split})"
+        return default_text()
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How models are loaded: the arguments of `from_pretrained`, and the device (None: CUDA if there is one)."""
+
+    dtype: str = "auto"
+    attn_implementation: str | None = None
+    device: str | None = None
+    trust_remote_code: bool = False
+
+    def load(self, name: str):
+        """The model and its tokenizer."""
+        if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise InspectionError(
+                f"`dtype` must be auto or a floating point type of torch such as bfloat16, got {self.dtype!r}"
+            )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=self.dtype,
+                attn_implementation=self.attn_implementation,
+                trust_remote_code=self.trust_remote_code,
+            )
+        except (ValueError, KeyError, ImportError) as error:
+            raise InspectionError(f"{name} cannot be loaded as a causal language model: {error}") from error
+        return model.to(self.device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+
+
 def run_inspection(
     models: list[str],
+    text_options: TextOptions,
+    load_options: LoadOptions,
     *,
-    text: Path | None = None,
-    dataset: str | None = None,
-    split: str = "test",
-    column: str = "text",
-    length: int = 1024,
-    tokens: int = 16384,
-    bos: bool | None = None,
-    dtype: str = "auto",
-    attn_implementation: str | None = None,
     attention: bool = True,
-    device: str | None = None,
-    trust_remote_code: bool = False,
     out: Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[Inspection]:
@@ -43,10 +96,10 @@ def run_inspection(
 
     Args:
         models: Folders or Hub ids.
-        text, dataset: A text file, or a data set; default: Python's own help pages.
+        text_options, load_options: The text, and how models are loaded.
+        attention (`bool`): Whether attention is looked at.
         out (`Path`, *optional*): Folder for `inspection.json`, the figures, `inspection.html` and `card.md`.
         echo: Where the report goes.
-        The rest: see the command's help and [`inspect_text`].
 
     Returns:
         `list[Inspection]`, one for each model.
@@ -54,26 +107,17 @@ def run_inspection(
     Raises:
         [`InspectionError`]: a model or the text cannot be inspected.
     """
-    if text is not None and dataset is not None:
-        raise InspectionError("give --text or --dataset, not both")
-    if text is not None:
-        content, text_name = read_text(text), text.name
-    elif dataset is not None:
-        content, text_name = dataset_text(dataset, tokens, split, column), f"{Path(dataset).name} ({split})"
-    else:
-        content, text_name = default_text()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-
+    content, text_name = text_options.read()
     inspections, maps = [], {}
-    for name in _short_names(models):
-        model, tokenizer = _load(models[len(inspections)], dtype, attn_implementation, device, trust_remote_code)
+    for name, path in zip(_short_names(models), models, strict=True):
+        model, tokenizer = load_options.load(path)
         inspection = inspect_text(
             model,
             tokenizer,
             content,
-            length=length,
-            tokens=tokens,
-            bos=bos,
+            length=text_options.length,
+            tokens=text_options.tokens,
+            bos=text_options.bos,
             text_name=text_name,
             name=name,
             attention=attention,
@@ -93,20 +137,23 @@ def run_inspection(
 
 def run_streaming(
     models: list[str],
+    text_options: TextOptions,
+    load_options: LoadOptions,
     *,
-    text: Path | None = None,
-    length: int = 8192,
     window: int = 1024,
     kept: int = 4,
-    bos: bool | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
     out: Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> dict[str, dict[str, StreamingResult]]:
     """
     The streaming test on models, one after the other: full cache, last tokens only, last tokens and the first `kept`.
+
+    Args:
+        models: Folders or Hub ids.
+        text_options, load_options: The text (its first window), and how models are loaded.
+        window, kept (`int`): As for [`streaming_perplexity`].
+        out (`Path`, *optional*): JSON file to write.
+        echo: Where the report goes.
 
     Returns:
         For each model the results by name of the run.
@@ -114,13 +161,13 @@ def run_streaming(
     Raises:
         [`InspectionError`]: a model or the text cannot be used.
     """
-    content, text_name = (read_text(text), text.name) if text is not None else default_text()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    content, text_name = text_options.read()
     runs = {"full cache": None, f"last {window}": 0, f"first {kept} and last {window - kept}": kept}
     results = {}
     for name, path in zip(_short_names(models), models, strict=True):
-        model, tokenizer = _load(path, dtype, None, device, trust_remote_code)
-        (input_ids, *_), with_bos = windows_of(tokenizer, content, length, length, bos)
+        model, tokenizer = load_options.load(path)
+        length = text_options.length
+        (input_ids, *_), with_bos = windows_of(tokenizer, content, length, length, text_options.bos)
         results[name] = {
             label: streaming_perplexity(model, input_ids, window, first)
             for label, first in tqdm(runs.items(), desc=f"Streaming {name}", unit="run", disable=None)
@@ -131,34 +178,15 @@ def run_streaming(
             [label, f"{result.perplexity:.3f}", f"{result.perplexity_past_window:.3f}"]
             for label, result in results[name].items()
         ]
-        echo(
-            f"{name}: {length:,} tokens of {text_name}, {begins}; {str(model.dtype).removeprefix('torch.')}\n{aligned(rows)}\n"
-        )
+        dtype = str(model.dtype).removeprefix("torch.")
+        echo(f"{name}: {length:,} tokens of {text_name}, {begins}; {dtype}\n{aligned(rows)}\n")
         del model
         gc.collect()
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            name: {label: result.to_dict() for label, result in found.items()} for name, found in results.items()
-        }
-        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        found = {name: {label: run.to_dict() for label, run in runs.items()} for name, runs in results.items()}
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return results
-
-
-def _load(name: str, dtype: str, attn_implementation: str | None, device: str, trust_remote_code: bool):
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise InspectionError(
-            f"`dtype` must be auto or a floating point type of torch such as bfloat16, got {dtype!r}"
-        )
-    options = {"trust_remote_code": trust_remote_code}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=attn_implementation, **options
-        )
-    except (ValueError, KeyError, ImportError) as error:
-        raise InspectionError(f"{name} cannot be loaded as a causal language model: {error}") from error
-    return model.to(device), tokenizer
 
 
 def _short_names(models: list[str]) -> list[str]:
