@@ -95,6 +95,9 @@ def inspect(
     tokens: Annotated[int, typer.Option(help="Tokens to look at in all.")] = 16384,
     bos: _Bos = None,
     attention: Annotated[bool, typer.Option("--attention/--no-attention", help="Reduce attention maps.")] = True,
+    map_layer: Annotated[
+        list[int] | None, typer.Option(help="Layer whose attention map is drawn; may be repeated. Default: three.")
+    ] = None,
     dtype: _Dtype = "auto",
     attn_implementation: Annotated[str | None, typer.Option(help="eager, sdpa, flex_attention, ...")] = None,
     device: _Device = None,
@@ -111,6 +114,7 @@ def inspect(
             TextOptions(text, length, tokens, bos, dataset, split, column),
             LoadOptions(dtype, attn_implementation, device, trust_remote_code),
             attention=attention,
+            map_layers=map_layer,
             out=out,
             echo=typer.echo,
         )

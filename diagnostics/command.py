@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .. import modeling_gated  # noqa: F401 (registers the gated models with the Auto classes)
+from .capture import decoder_layers
 from .errors import InspectionError
 from .inspection import inspect_text, windows_of
 from .page import write_page
@@ -88,6 +89,7 @@ def run_inspection(
     load_options: LoadOptions,
     *,
     attention: bool = True,
+    map_layers: list[int] | None = None,
     out: Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[Inspection]:
@@ -98,6 +100,8 @@ def run_inspection(
         models: Folders or Hub ids.
         text_options, load_options: The text, and how models are loaded.
         attention (`bool`): Whether attention is looked at.
+        map_layers (`list[int]`, *optional*): Layers whose attention maps are drawn, for a short text; default: one near the
+            beginning, one in the middle and one near the end.
         out (`Path`, *optional*): Folder for `inspection.json`, the figures, `inspection.html` and `card.md`.
         echo: Where the report goes.
 
@@ -111,6 +115,10 @@ def run_inspection(
     inspections, maps = [], {}
     for name, path in zip(_short_names(models), models, strict=True):
         model, tokenizer = load_options.load(path)
+        number = len(decoder_layers(model))
+        for layer in map_layers or ():  # before the work
+            if not 0 <= layer < number:
+                raise InspectionError(f"layer {layer} has no attention to draw: {name} has layers 0 to {number - 1}")
         inspection = inspect_text(
             model,
             tokenizer,
@@ -124,7 +132,8 @@ def run_inspection(
         )
         inspections.append(inspection)
         if out is not None and attention:
-            maps[name] = attention_maps(model, tokenizer, content, _chosen_layers(inspection), inspection.settings.bos)
+            layers = _chosen_layers(inspection, map_layers)
+            maps[name] = attention_maps(model, tokenizer, content, layers, inspection.settings.bos)
         del model
         gc.collect()
 
@@ -195,11 +204,17 @@ def _short_names(models: list[str]) -> list[str]:
     return short if len(set(short)) == len(short) else models
 
 
-def _chosen_layers(inspection: Inspection, number: int = 3) -> list[int]:
-    """A layer near the beginning, one in the middle and one near the end, of those with attention."""
+def _chosen_layers(inspection: Inspection, wanted: list[int] | None) -> list[int]:
     measured = [layer.layer_idx for layer in inspection.layers if layer.f_attn]
-    picks = [measured[int(share * (len(measured) - 1))] for share in (0.1, 0.5, 0.9)]
-    return sorted(set(picks))[:number]
+    if wanted is None:
+        return sorted({measured[int(share * (len(measured) - 1))] for share in (0.1, 0.5, 0.9)})
+    for layer in wanted:
+        if layer not in measured:
+            raise InspectionError(
+                f"layer {layer} has no attention to draw; {inspection.settings.model} has it in layers "
+                f"{', '.join(map(str, measured))}"
+            )
+    return wanted
 
 
 def _write(inspections: list[Inspection], maps: dict[str, list], out: Path) -> None:

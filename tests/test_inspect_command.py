@@ -57,6 +57,15 @@ def test_two_models_side_by_side(source, text, tmp_path):
     assert str(tmp_path) not in page
 
 
+def test_layers_of_the_maps_can_be_chosen(source, text, tmp_path):
+    result = run(source, "--text", text, "--map-layer", 2, "--map-layer", 0, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    drawing = (tmp_path / "out" / "attention_maps.svg").read_text()
+    assert "<!-- layer 2 -->" in drawing
+    assert "<!-- layer 0 -->" in drawing
+    assert "<!-- layer 1 -->" not in drawing
+
+
 def test_default_text_and_no_attention(source):
     result = run(source, "--no-attention")
     assert result.exit_code == 0, result.output
@@ -90,9 +99,10 @@ def test_names_that_are_the_same_are_written_out(text, tmp_path):
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--text", "{text}", "--dataset", "x"], "not both"),
         (["--dtype", "float31"], "float31"),
+        (["--text", "{text}", "--map-layer", "7", "--out", "{source}/out"], "layer 7 has no attention to draw"),
         (["--text", "{source}/model.safetensors"], "cannot be read as UTF-8"),
     ],
-    ids=["no_such_text", "two_texts", "dtype", "not_a_text"],
+    ids=["no_such_text", "two_texts", "dtype", "map_layer", "not_a_text"],
 )
 def test_bad_input(source, text, arguments, words):
     result = run(source, *[argument.format(text=text, source=source) for argument in arguments])
