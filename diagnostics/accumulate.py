@@ -35,6 +35,7 @@ class _Layer:
     medians: list[float] = field(default_factory=list)
     output_max: list[float] = field(default_factory=list)
     output_moments: torch.Tensor | None = None
+    output_center: torch.Tensor | None = None
     output_count: int = 0
     gate_sum: torch.Tensor | None = None
     gate_closed: torch.Tensor | None = None
@@ -63,9 +64,17 @@ class Accumulator(Observer):
         layer.first_share = _add(layer.first_share, (statistics.first_share * mask).sum((0, 2)).double())
         layer.entropy = _add(layer.entropy, (statistics.entropy * mask).sum((0, 2)).double())
         layer.counted_queries += int(counts.sum())
-        # One (sequence, head) at a time, so that a sink at another position of each sequence is seen.
-        layer.largest_share = _add(layer.largest_share, statistics.key_share.amax(-1).sum(0).double())
-        layer.key_positions += statistics.key_share.mean(1).argmax(-1).tolist()
+        # One (document, head) at a time, so that a sink at another position of each document is seen; weighted by queries,
+        # as `first_share` is. Before the division by their number a key's share is the sum over its document's queries.
+        sums = statistics.key_share * counts.sum(-1)[:, None, None]
+        documents = self.batch.first_token[:, None].expand_as(sums)
+        largest = torch.zeros_like(sums).scatter_reduce(-1, documents, sums, "amax")
+        layer.largest_share = _add(layer.largest_share, largest.sum((0, 2)).double())
+        for row, row_sums in enumerate(sums.mean(1)):
+            beginnings = self.batch.first_token[row]
+            for beginning in beginnings[counts[row]].unique().tolist():
+                within = row_sums.masked_fill(beginnings != beginning, -1)
+                layer.key_positions.append(int(within.argmax()) - beginning)
         # The sink rate looks at the first 64 tokens of a sequence, the first one included.
         early = self.batch.first_document(SINK_WINDOW)
         mean = (statistics.first_share * early[:, None]).sum(-1) / early.sum(-1)[:, None]
@@ -98,6 +107,9 @@ class Accumulator(Observer):
             per_token = torch.maximum(row.amax(-1), -row.amin(-1))
             layer.output_max.append(per_token[valid].max().item())
         values = self._tokens(output).float()
+        if layer.output_center is None:
+            layer.output_center = values.mean()
+        values = values - layer.output_center  # any fixed centre near the mean keeps float32 moments accurate
         squares = values * values
         moments = [values.sum(), squares.sum(), (squares * values).sum(), squares.square().sum()]
         layer.output_moments = _add(layer.output_moments, torch.stack(moments).double())
@@ -112,11 +124,12 @@ class Accumulator(Observer):
             positions = greatest.topk(min(TOP, int(valid.sum()))).indices
             values, places = magnitudes[positions].flatten().topk(TOP)
             found = []
-            for value, place in zip(values.tolist(), places.tolist(), strict=True):
-                slot, channel = divmod(place, magnitudes.shape[-1])
+            for value, index in zip(values.tolist(), places.tolist(), strict=True):
+                slot, channel = divmod(index, magnitudes.shape[-1])
                 position = int(positions[slot])
                 token = int(self.batch.input_ids[row, position])
-                found.append(Activation(value, layer_idx, self.windows_before + row, position, channel, token))
+                place = position - int(self.batch.first_token[row, position])
+                found.append(Activation(value, layer_idx, self.windows_before + row, place, channel, token))
             if not layer.top or found[0].value > layer.top[0].value:
                 layer.top = found
             layer.top_sums = _add(layer.top_sums, values.double().cpu())
@@ -138,7 +151,7 @@ class Accumulator(Observer):
             layer_idx=layer_idx,
             kind=kind,
             f_attn=per_head(layer.first_share, queries),
-            largest_key_share=per_head(layer.largest_share, sequences),
+            largest_key_share=per_head(layer.largest_share, queries),
             largest_key_position=_most_frequent(layer.key_positions),
             sink_rate=per_head(layer.sinks, sequences),
             entropy=per_head(layer.entropy, queries),
@@ -188,14 +201,22 @@ def effective_rank(singular_values: torch.Tensor) -> torch.Tensor:
 def _ranks(gram: torch.Tensor | None) -> list[float] | None:
     if gram is None:
         return None
-    return effective_rank(torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()).tolist()
+    eigenvalues = torch.linalg.eigvalsh(gram).clamp(min=0)
+    # What float32 sums leave where there is nothing.
+    eigenvalues = eigenvalues.where(eigenvalues > 1e-6 * eigenvalues.amax(-1, keepdim=True), 0)
+    return effective_rank(eigenvalues.sqrt()).tolist()
 
 
 def weight_ranks(attention: torch.nn.Module) -> list[float] | None:
     """Effective rank of each query head's product W_V W_O: the map from a token's input to what it adds where it is seen."""
     head_dim = getattr(attention, "head_dim", None)
     value, output = getattr(attention, "v_proj", None), getattr(attention, "o_proj", None)
-    if head_dim is None or value is None or output is None or output.in_features % head_dim:
+    for projection in (value, output):
+        # Quantised weights and adapters are not the plain matrices that the product is made of.
+        plain = type(projection) is torch.nn.Linear and projection.weight.is_floating_point()
+        if not plain or projection.weight.device.type == "meta":
+            return None
+    if head_dim is None or output.in_features % head_dim or value.out_features % head_dim:
         return None
     heads = output.in_features // head_dim
     value_weights = value.weight.detach().double().unflatten(0, (-1, head_dim))  # (kv heads, head_dim, hidden)

@@ -1,6 +1,7 @@
 """Watches sinks, activations and gates while Trainer trains, and writes down loss spikes."""
 
 import json
+import logging
 import math
 from collections import deque
 from pathlib import Path
@@ -11,6 +12,8 @@ from transformers import Trainer, TrainerCallback
 from .errors import InspectionError
 from .inspection import inspect_model
 
+
+logger = logging.getLogger(__name__)
 
 GATE = ".g_proj."
 SPIKES_FILE = "loss_spikes.jsonl"
@@ -63,14 +66,23 @@ class DiagnosticsCallback(TrainerCallback):
         self.recent: deque[list[list[int]]] = deque(maxlen=64)
         self.handle = None
         self.spikes: list[dict] = []
+        self.broken = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        gates = {name: parameter for name, parameter in model.named_parameters() if GATE in name}
+        # PEFT keeps a frozen copy of what it trains in full.
+        gates = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if GATE in name and ".original_module." not in name
+        }
         self.start = {name: gate.detach().float().cpu().clone() for name, gate in gates.items()}
+        self.on_train_end(args, state, control)  # of a run that broke off
         self.handle = model.register_forward_pre_hook(self._keep_ids, with_kwargs=True)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
 
     def _keep_ids(self, model, args, kwargs):
         if model.training and isinstance(kwargs.get("input_ids"), torch.Tensor):
@@ -86,8 +98,14 @@ class DiagnosticsCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step % self.every == 0:
+            try:
+                figures = self._look(model)
+            except InspectionError as error:
+                # Training that blows up is what the spikes file is for: it must not end here.
+                logger.warning("step %d: %s", state.global_step, error)
+                figures = {"failed": 1.0}
             should_log = control.should_log
-            self.trainer.log({f"diagnostics/{name}": value for name, value in self._look(model).items()})
+            self.trainer.log({f"diagnostics/{name}": value for name, value in figures.items()})
             control.should_log = should_log  # logging resets it; the loss of this step is still to be logged
 
     def _look(self, model) -> dict[str, float]:
@@ -116,7 +134,8 @@ class DiagnosticsCallback(TrainerCallback):
                 scores[name] = self._score(value, history)
                 if math.isfinite(value):
                     history.append(value)
-        if any(score > self.threshold for score in scores.values()):
+        broken = any(not math.isfinite(float(logs[name])) for name in scores)
+        if any(score > self.threshold for score in scores.values()) and not (broken and self.broken):
             spike = {
                 "step": state.global_step,
                 **{name: float(logs[name]) for name in scores},
@@ -128,7 +147,8 @@ class DiagnosticsCallback(TrainerCallback):
                 path = Path(args.output_dir) / SPIKES_FILE
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(spike) + "\n")
+                    file.write(json.dumps(_finite_or_text(spike), allow_nan=False) + "\n")
+        self.broken = broken  # once the loss is no number it stays so: one entry says it
         self.recent.clear()
 
     def _score(self, value: float, history: deque) -> float:
@@ -140,3 +160,12 @@ class DiagnosticsCallback(TrainerCallback):
         mean = sum(history) / len(history)
         deviation = math.sqrt(sum((entry - mean) ** 2 for entry in history) / len(history))
         return (value - mean) / max(deviation, 1e-6 * max(abs(mean), 1.0))
+
+
+def _finite_or_text(value):
+    """JSON has no NaN and no infinity: they become the words for them."""
+    if isinstance(value, dict):
+        return {key: _finite_or_text(entry) for key, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -7,7 +7,7 @@ on. What was seen goes to an observer.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,6 +40,8 @@ class Batch:
     def of(cls, input_ids, attention_mask=None, position_ids=None) -> "Batch":
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        if not valid.any(-1).all():
+            raise InspectionError("a row of the batch is padding only; leave it out")
         begins = valid & ~torch.cat([torch.zeros_like(valid[:, :1]), valid[:, :-1]], dim=1)
         if position_ids is not None and attention_mask is None:
             # Packed documents: positions that do not go on from the one before.
@@ -96,8 +98,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__name__} is an encoder-decoder; the diagnostics are for decoder-only causal language models"
         )
     number = config.get_text_config(decoder=True).num_hidden_layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number]
-    for candidate in lists:
+    # The decoder first: a vision tower may have as many layers.
+    roots = [model.get_decoder()] if hasattr(model, "get_decoder") else []
+    modules = [module for root in (*roots, model) if isinstance(root, nn.Module) for module in root.modules()]
+    for candidate in (module for module in modules if isinstance(module, nn.ModuleList) and len(module) == number):
         if all(hasattr(child, "forward") and len(list(child.children())) > 1 for child in candidate):
             return list(candidate)
     raise InspectionError(
@@ -106,8 +110,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that have an output projection and know their place: its softmax attention."""
-    return [m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj") and hasattr(m, "q_proj")]
+    """The attention modules of a layer: in transformers they are called so, and know their place."""
+    return [m for m in layer.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
 @contextmanager
@@ -123,17 +127,6 @@ def watching(model: nn.Module, batch: Batch, observer: Observer, attention: bool
     """
     layers = decoder_layers(model)
     index_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
-    handles = []
-    for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_hook(_hidden_states_hook(observer, index)))
-        for module in attention_modules(layer):
-            handles.append(module.register_forward_hook(_attention_output_hook(observer, index)))
-            location = gate_location(module)
-            if location is not None:
-                heads = _number_of_heads(module)
-                projection = getattr(module, location.module)
-                handles.append(projection.register_forward_hook(_gate_hook(observer, index, location, module, heads)))
-                handles.append(module.o_proj.register_forward_pre_hook(_gated_outputs_hook(observer, index, heads)))
     name = model.config._attn_implementation or "eager"
 
     def watched(module, query, key, value, attention_mask, original, **kwargs):
@@ -145,12 +138,23 @@ def watching(model: nn.Module, batch: Batch, observer: Observer, attention: bool
                 observer.attention(index, _statistics(module, query, key, attention_mask, batch, name, kwargs))
         return result
 
-    try:
+    with ExitStack() as cleanup:
+
+        def hooked(handle) -> None:
+            cleanup.callback(handle.remove)
+
+        for index, layer in enumerate(layers):
+            hooked(layer.register_forward_hook(_hidden_states_hook(observer, index)))
+            for module in attention_modules(layer):
+                hooked(module.register_forward_hook(_attention_output_hook(observer, index)))
+                location = gate_location(module)
+                if location is not None:
+                    heads = _number_of_heads(module)
+                    projection = getattr(module, location.module)
+                    hooked(projection.register_forward_hook(_gate_hook(observer, index, location, module, heads)))
+                    hooked(module.o_proj.register_forward_pre_hook(_gated_outputs_hook(observer, index, heads)))
         with replaced_attention(model, watched):
             yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -161,9 +165,13 @@ def replaced_attention(model: nn.Module, function: Callable) -> Iterator[None]:
     """
     name = model.config._attn_implementation or "eager"
     registered = ALL_ATTENTION_FUNCTIONS.get(name)
+    own = {id(module) for module in model.modules()}
 
     def replacement(module, *args, **kwargs):
-        return function(module, *args, original=registered or _eager_attention_of(module), **kwargs)
+        original = registered or _eager_attention_of(module)
+        if id(module) not in own:  # the interface is shared by all models of the process
+            return original(module, *args, **kwargs)
+        return function(module, *args, original=original, **kwargs)
 
     # A local entry of the mapping: an existing one (of a caller who replaces it too) is put back afterwards.
     before = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
@@ -201,7 +209,8 @@ def _statistics(module, query, key, attention_mask, batch: Batch, name: str, kwa
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    if not causal and attention_mask is None:
+    read = mask_block_reader(attention_mask, key.shape[2], None, query.device)
+    if not causal and _sees_the_future(read, batch):
         raise InspectionError(f"{type(module).__name__} is not causal; the diagnostics are for causal language models")
     # SDPA and eager get the window as part of their mask; FlashAttention as a number.
     window = kwargs.get("sliding_window") if "flash" in name else None
@@ -220,6 +229,17 @@ def _statistics(module, query, key, attention_mask, batch: Batch, name: str, kwa
     )
 
 
+def _sees_the_future(read, batch: Batch) -> bool:
+    """Whether the first token of the first sequence may look at what comes after it."""
+    length = batch.input_ids.shape[1]
+    query = int(batch.valid[0].int().argmax())
+    block = read(query, query + 1, 0, length)
+    if block is None:
+        return True
+    seen = block if block.dtype == torch.bool else block > -1e4
+    return bool(seen[0, 0, 0, query + 1 :].any())
+
+
 def _first_tensor(output):
     return output[0] if isinstance(output, tuple) else output
 
@@ -229,9 +249,13 @@ def _hidden_states_hook(observer: Observer, index: int):
         hidden_states = _first_tensor(output)
         # One NaN or infinity makes the sum one; in float32 a sum of finite states does not overflow.
         if not torch.isfinite(hidden_states.sum(dtype=torch.float32)):
+            way_out = (
+                "look at its weights"
+                if hidden_states.dtype == torch.float32
+                else "load the model in float32, or look at its weights"
+            )
             raise InspectionError(
-                f"the output of layer {index} holds NaN or infinity in {hidden_states.dtype}; load the model in bfloat16 or "
-                "float32, or look at its weights"
+                f"the output of layer {index} holds NaN or infinity in {hidden_states.dtype}; {way_out}"
             )
         observer.hidden_states(index, hidden_states)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,7 +16,7 @@ from .capture import decoder_layers
 from .errors import InspectionError
 from .inspection import inspect_text, windows_of
 from .page import write_page
-from .plots import attention_maps, draw_inspections
+from .plots import attention_maps, check_plots, draw_inspections
 from .report import aligned, card_section, terminal_report
 from .results import Inspection
 from .streaming import StreamingResult, streaming_perplexity
@@ -78,9 +79,13 @@ class LoadOptions:
                 attn_implementation=self.attn_implementation,
                 trust_remote_code=self.trust_remote_code,
             )
-        except (ValueError, KeyError, ImportError) as error:
+        except (ValueError, KeyError, ImportError, SafetensorError) as error:
             raise InspectionError(f"{name} cannot be loaded as a causal language model: {error}") from error
-        return model.to(self.device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            return model.to(device), tokenizer
+        except (RuntimeError, AssertionError) as error:
+            raise InspectionError(f"the model cannot be moved to the device {device!r}: {error}") from error
 
 
 def run_inspection(
@@ -111,6 +116,9 @@ def run_inspection(
     Raises:
         [`InspectionError`]: a model or the text cannot be inspected.
     """
+    if out is not None:
+        check_plots()
+        out.mkdir(parents=True, exist_ok=True)
     content, text_name = text_options.read()
     inspections, maps = [], {}
     for name, path in zip(_short_names(models), models, strict=True):
@@ -131,6 +139,8 @@ def run_inspection(
             attention=attention,
         )
         inspections.append(inspection)
+        if out is not None:  # before anything is drawn, and before the next model
+            inspection.save(out / ("inspection.json" if len(models) == 1 else f"inspection_{len(inspections)}.json"))
         if out is not None and attention:
             layers = _chosen_layers(inspection, map_layers)
             maps[name] = attention_maps(model, tokenizer, content, layers, inspection.settings.bos)
@@ -201,7 +211,8 @@ def run_streaming(
 def _short_names(models: list[str]) -> list[str]:
     """Folder or repository names; whole ones where the short ones are the same."""
     short = [Path(model).resolve().name if Path(model).is_dir() else model for model in models]
-    return short if len(set(short)) == len(short) else models
+    names = short if len(set(short)) == len(short) else models
+    return [name if name not in names[:place] else f"{name} ({place + 1})" for place, name in enumerate(names)]
 
 
 def _chosen_layers(inspection: Inspection, wanted: list[int] | None) -> list[int]:
@@ -218,12 +229,6 @@ def _chosen_layers(inspection: Inspection, wanted: list[int] | None) -> list[int
 
 
 def _write(inspections: list[Inspection], maps: dict[str, list], out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    if len(inspections) == 1:
-        inspections[0].save(out / "inspection.json")
-    else:
-        for number, inspection in enumerate(inspections, start=1):
-            inspection.save(out / f"inspection_{number}.json")
     figures = draw_inspections(inspections, out, maps)
     write_page(inspections, figures, out / "inspection.html")
     (out / "card.md").write_text(card_section(inspections), encoding="utf-8")

@@ -31,7 +31,6 @@ GATE_LOCATIONS = {
     "qwen3_5_text": GateLocation("q_proj", layout="per_head_halves"),
     "qwen3_5_moe_text": GateLocation("q_proj", layout="per_head_halves"),
     "afmoe": GateLocation("gate_proj"),
-    "hrm_text": GateLocation("gate_proj"),
     "lfm3": GateLocation("g_proj"),
     "laguna": GateLocation("g_proj", activation="softplus"),
 }

@@ -1,5 +1,6 @@
 """Inspects a model on text: perplexity, attention sinks, activations and gates, per layer and head."""
 
+import math
 from collections.abc import Iterable
 from importlib import metadata
 
@@ -54,6 +55,8 @@ def inspect_model(
     Raises:
         [`InspectionError`]: an encoder, attention that cannot be watched, or NaN or infinity in a layer's output.
     """
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
     layers = decoder_layers(model)
     config = model.config.get_text_config(decoder=True)
     accumulator = Accumulator(len(layers), gate_scale=float(getattr(config, "gate_scale", 1.0)), ranks=ranks)
@@ -63,7 +66,7 @@ def inspect_model(
     sizes, tokens = [], 0
     try:
         for inputs in batches:
-            inputs = {key: value.to(model.device) for key, value in inputs.items()}
+            inputs = _model_inputs(inputs, model.device)
             batch = Batch.of(**inputs)
             accumulator.batch = batch
             with watching(model, batch, accumulator, attention=attention):
@@ -85,10 +88,14 @@ def inspect_model(
     if not sizes:
         raise InspectionError("there is nothing to inspect: no batch was given")
 
+    if losses.perplexity is not None and math.isnan(losses.perplexity):
+        raise InspectionError(
+            "the logits hold NaN although no layer's output does: look at the final norm and the head"
+        )
     found = []
     for index, layer in enumerate(layers):
         modules = attention_modules(layer)
-        kind = _kind(config, index, measured=accumulator.layers[index].first_share is not None)
+        kind = _kind(config, index, accumulator.layers[index].first_share is not None, attention)
         layer_ranks = weight_ranks(modules[0]) if ranks and modules else None
         found.append(_with_tokens(accumulator.layer(index, kind, layer_ranks), tokenizer))
     return Inspection(
@@ -234,11 +241,25 @@ class _Losses:
         return [mean if count else None for mean, count in zip(means, self.counts.tolist(), strict=True)]
 
 
-def _kind(config, index: int, measured: bool) -> str:
+def _model_inputs(inputs: dict[str, torch.Tensor], device) -> dict[str, torch.Tensor]:
+    """The inputs that say what the tokens are; labels, which data sets have too, are left out."""
+    known = ("input_ids", "attention_mask", "position_ids")
+    unknown = set(inputs) - {*known, "labels"}
+    if unknown or "input_ids" not in inputs:
+        raise InspectionError(
+            f"a batch must have input_ids, and may have {', '.join(known[1:])}; got {', '.join(inputs)}"
+        )
+    return {key: inputs[key].to(device) for key in known if key in inputs}
+
+
+def _kind(config, index: int, measured: bool, wanted: bool) -> str:
+    """What a layer is, or why its attention was not measured."""
     if measured:
         return "attention"
-    layer_types = getattr(config, "layer_types", None)
-    return layer_types[index] if layer_types else "not watched"
+    layer_type = (getattr(config, "layer_types", None) or ["full_attention"] * (index + 1))[index]
+    if "attention" not in layer_type or layer_type == "linear_attention":
+        return layer_type
+    return "not reached through the attention interface" if wanted else "not asked for"
 
 
 def _with_tokens(layer: LayerInspection, tokenizer) -> LayerInspection:

@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from .report import layer_rows, settings_line, summary_rows
+from .report import layer_rows, settings_line, skipped_note, summary_rows
 from .results import Inspection
 
 
@@ -36,6 +36,7 @@ def write_page(inspections: list[Inspection], figures: dict[str, Path], path: Pa
         "<h1>Attention sinks, activations and gates</h1>",
         *(f"<p>{escape(settings_line(inspection))}</p>" for inspection in inspections),
         _table(summary_rows(inspections)),
+        *(f"<p>{escape(note)}</p>" for inspection in inspections if (note := skipped_note(inspection))),
         '<div class="figures">',
         *(_figure(name, file) for name, file in figures.items() if name != "sheet"),
         "</div>",

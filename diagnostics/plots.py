@@ -3,6 +3,9 @@
 import math
 from pathlib import Path
 
+import torch
+
+from .capture import decoder_layers, replaced_attention
 from .errors import InspectionError
 from .results import Inspection
 
@@ -15,6 +18,11 @@ _MAP_TOKENS = 40
 
 # A model keeps its number, and so its colour, in figures that show only some of the models.
 _Numbered = list[tuple[int, Inspection]]
+
+
+def check_plots() -> None:
+    """Say what is missing before the work rather than after it."""
+    _pyplot()
 
 
 def _pyplot():
@@ -41,7 +49,7 @@ def draw_f_attn(axes, inspections: _Numbered) -> None:
     for number, inspection in inspections:
         layers = [layer for layer in inspection.layers if layer.f_attn]
         index = [layer.layer_idx for layer in layers]
-        name = inspection.settings.model
+        name = _plain(inspection.settings.model)
         axes.plot(
             index,
             [_mean(layer.f_attn) for layer in layers],
@@ -65,9 +73,10 @@ def draw_f_attn(axes, inspections: _Numbered) -> None:
 def draw_heads(axes, inspection: Inspection, figure) -> None:
     """Attention on the first token, layer by head."""
     heads = max(len(layer.f_attn) for layer in inspection.layers if layer.f_attn)
-    grid = [layer.f_attn or [float("nan")] * heads for layer in inspection.layers]
+    nothing = float("nan")
+    grid = [[*(layer.f_attn or []), *[nothing] * (heads - len(layer.f_attn or []))] for layer in inspection.layers]
     image = axes.imshow(list(zip(*grid, strict=True)), aspect="auto", origin="lower", cmap="cividis", vmin=0, vmax=1)
-    axes.set(xlabel="layer", ylabel="head", title=f"Attention on the first token\n{inspection.settings.model}")
+    axes.set(xlabel="layer", ylabel="head", title=f"Attention on the first token\n{_plain(inspection.settings.model)}")
     _whole_numbers(axes, both=True)
     figure.colorbar(image, ax=axes, label="share of attention")
 
@@ -86,7 +95,7 @@ def draw_activations(axes, inspections: _Numbered) -> None:
                 linestyle=_STYLES[number % len(_STYLES)],
                 marker=_MARKERS[number % len(_MARKERS)] if rank == 0 else None,
                 markersize=4,
-                label=f"{inspection.settings.model}: largest three (M-Act {inspection.m_act:,.0f})"
+                label=f"{_plain(inspection.settings.model)}: largest three (M-Act {inspection.m_act:,.0f})"
                 if rank == 0
                 else None,
             )
@@ -95,7 +104,7 @@ def draw_activations(axes, inspections: _Numbered) -> None:
             [layer.median_activation for layer in inspection.layers],
             color=color,
             linestyle=":",
-            label=f"{inspection.settings.model}: median",
+            label=f"{_plain(inspection.settings.model)}: median",
         )
     axes.set(xlabel="layer", ylabel="|hidden state|", yscale="log", title="Activations after each layer")
     _finish(axes)
@@ -113,7 +122,7 @@ def draw_loss_by_position(axes, inspections: _Numbered, bins: int = 48) -> None:
             slot = 0 if position == 1 else min(bins - 1, int(math.log(position, edge)))
             grouped.setdefault(slot, []).append((position, loss))
         points = [(_mean([p for p, _ in group]), _mean([loss for _, loss in group])) for group in grouped.values()]
-        label = f"{inspection.settings.model} (perplexity {inspection.perplexity:.2f})"
+        label = f"{_plain(inspection.settings.model)} (perplexity {inspection.perplexity:.2f})"
         axes.plot(*zip(*points, strict=True), label=label, **_look(number))
     axes.set(xlabel="position", ylabel="loss, nats a token", xscale="log", title="Loss by position")
     _legend(axes)
@@ -135,7 +144,7 @@ def draw_gate_means(axes, inspections: _Numbered) -> None:
         axes.plot(
             index,
             [_mean(layer.gate.mean) for layer in layers],
-            label=f"{inspection.settings.model} ({inspection.gate_mean:.3f})",
+            label=f"{_plain(inspection.settings.model)} ({inspection.gate_mean:.3f})",
             **_look(number),
         )
     axes.set(xlabel="layer", ylabel="gate score", title="Gate scores: mean and range over heads")
@@ -150,7 +159,7 @@ def draw_gate_histogram(axes, inspections: _Numbered) -> None:
         bins = len(gates[0].histogram)
         shares = [_mean([gate.histogram[position] for gate in gates]) for position in range(bins)]
         edges = [position * gates[0].histogram_end / bins for position in range(bins + 1)]
-        axes.stairs(shares, edges, label=inspection.settings.model, fill=False, **_look(number), linewidth=1.5)
+        axes.stairs(shares, edges, label=_plain(inspection.settings.model), fill=False, **_look(number), linewidth=1.5)
     axes.set(xlabel="gate score", ylabel="fraction of scores", yscale="log", title="Gate scores, all layers")
     _legend(axes)
 
@@ -161,10 +170,15 @@ def draw_attention_map(axes, attention, tokens: list[str], title: str):
     step = max(1, len(tokens) // 20)
     places = range(0, len(tokens), step)
     labels = [tokens[place].strip() or "·" for place in places]
-    axes.set_xticks(places, labels, rotation=90, fontsize=6)
-    axes.set_yticks(places, labels, fontsize=6)
+    axes.set_xticks(places, labels, rotation=90, fontsize=6, parse_math=False)
+    axes.set_yticks(places, labels, fontsize=6, parse_math=False)
     axes.set(xlabel="key", ylabel="query", title=title)
     return image
+
+
+def _plain(name: str) -> str:
+    """A name that matplotlib does not take for a formula."""
+    return name.replace("$", r"\$")
 
 
 def _whole_numbers(axes, both: bool = False) -> None:
@@ -222,14 +236,14 @@ def draw_inspections(
         figure, axes = pyplot.subplots(figsize=(7, 4.8), layout="constrained")
         draw(axes, figure)
         files[name] = _save(pyplot, figure, folder / name)
-    for model, entries in (maps or {}).items():
+    for model, entries in ((model, entries) for model, entries in (maps or {}).items() if entries):
         figure, all_axes = pyplot.subplots(
             1, len(entries), figsize=(4.6 * len(entries) + 0.8, 5.0), layout="constrained", squeeze=False
         )
         for axes, (layer, attention, tokens) in zip(all_axes[0], entries, strict=True):
             image = draw_attention_map(axes, attention, tokens, f"layer {layer}")
         figure.colorbar(image, ax=all_axes[0].tolist(), label="share of attention", shrink=0.6)
-        figure.suptitle(f"Attention, mean over heads: {model}")
+        figure.suptitle(f"Attention, mean over heads: {_plain(model)}")
         key = "attention_maps" if len(maps) == 1 else f"attention_maps_{list(maps).index(model) + 1}"
         files[key] = _save(pyplot, figure, folder / key)
 
@@ -257,21 +271,24 @@ def attention_maps(
     Attention maps of a short text, averaged over heads: `[(layer, map, tokens), ...]`. The model runs once with eager
     attention and is given back as it was.
     """
-    import torch
-
-    ids = tokenizer(text, add_special_tokens=False).input_ids[: tokens - bos]
+    ids = tokenizer(text[: tokens * 64], add_special_tokens=False).input_ids[: tokens - bos]
     ids = ([tokenizer.bos_token_id] if bos else []) + ids
     names = [tokenizer.decode([token]) for token in ids]
+    index_of = {id(module): index for index, layer in enumerate(decoder_layers(model)) for module in layer.modules()}
+    found = {}
+
+    def keep(module, *args, original, **kwargs):
+        result = original(module, *args, **kwargs)
+        index = index_of.get(id(module))
+        if index in layers:
+            found[index] = result[1][0].float().mean(0).cpu().numpy()
+        return result
+
     backend = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        with torch.no_grad():
-            input_ids = torch.tensor([ids], device=model.device)
-            attentions = model(input_ids, output_attentions=True, use_cache=False).attentions
+        with torch.no_grad(), replaced_attention(model, keep):
+            model(torch.tensor([ids], device=model.device), use_cache=False)
     finally:
         model.set_attn_implementation(backend)
-    return [
-        (layer, attentions[layer][0].float().mean(0).cpu().numpy(), names)
-        for layer in layers
-        if attentions[layer] is not None
-    ]
+    return [(layer, found[layer], names) for layer in layers if layer in found]

@@ -69,10 +69,17 @@ def terminal_report(inspections: list[Inspection], layers: bool = True) -> str:
     for inspection in inspections:
         if layers:
             parts.append(f"{inspection.settings.model}\n{aligned(layer_rows(inspection))}")
-        if inspection.skipped_layers:
-            skipped = ", ".join(f"{index} ({kind})" for index, kind in inspection.skipped_layers.items())
-            parts.append(f"{inspection.settings.model}: no softmax attention to measure in layers {skipped}")
+    parts += [note for inspection in inspections if (note := skipped_note(inspection))]
     return "\n\n".join(parts)
+
+
+def skipped_note(inspection: Inspection) -> str | None:
+    """Which layers' attention is not in the figures, and why; nothing if none was asked for."""
+    skipped = inspection.skipped_layers
+    if not skipped or "not asked for" in skipped.values():
+        return None
+    listed = ", ".join(f"{index} ({kind})" for index, kind in skipped.items())
+    return f"{inspection.settings.model}: attention is not measured in layers {listed}"
 
 
 def card_section(inspections: list[Inspection]) -> str:
@@ -80,8 +87,10 @@ def card_section(inspections: list[Inspection]) -> str:
     header, *rows = summary_rows(inspections)
     lines = ["## Attention sinks, activations and gates", ""]
     lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    # Tokens such as <|begin_of_text|> would end a cell or open a tag.
+    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) + " |" for row in rows]
     lines += ["", *(f"{settings_line(inspection)}." for inspection in inspections), ""]
+    lines += [f"{note}." for inspection in inspections if (note := skipped_note(inspection))]
     versions = ", ".join(f"{name} {version}" for name, version in inspections[0].settings.versions.items())
     lines.append(f"Measured with `gated-attention inspect` ({versions}).")
     return "\n".join(lines) + "\n"

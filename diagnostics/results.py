@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Activation:
-    """A large activation: where it was found, and the token there."""
+    """A large activation: where it was found, and the token there. `position` counts from the document's first token."""
 
     value: float
     layer_idx: int
@@ -24,7 +24,8 @@ class GateSummary:
     Attributes:
         mean: Mean gate score of each head, the gate's scale included.
         closed_fraction: Of each head, the fraction of scores below 0.1.
-        histogram: Fraction of the scores in equal bins from 0 to `histogram_end`, over all heads.
+        histogram: Fraction of the scores in equal bins from 0 to `histogram_end`, over all heads; scores beyond, which only
+            gates without an upper end have (softplus), are in the last bin.
         histogram_end: Upper end of the histogram.
     """
 
@@ -43,8 +44,8 @@ class LayerInspection:
         layer_idx: Index of the layer, from 0.
         kind: `"attention"`, or what the layer is instead, such as `"linear_attention"`.
         f_attn: Mean attention on the first token, over the queries from the second on.
-        largest_key_share: The same for whichever key of a sequence gets most.
-        largest_key_position: The position that most often gets most, over sequences.
+        largest_key_share: The same for whichever key of a document gets most; so it is never less than `f_attn`.
+        largest_key_position: The position, from the document's first token, that most often gets most.
         sink_rate: Share of sequences whose mean attention on the first token, over the first 64 tokens, exceeds 0.3.
         entropy: Mean entropy of the attention, in nats.
         top_activations: The three largest |hidden states| after the layer, in the sequence that has the largest of all.

@@ -66,18 +66,27 @@ def streaming_perplexity(
     if kept is not None and not 0 <= kept < window:
         raise InspectionError(f"`kept` must be at least 0 and less than the window ({window}), got {kept}")
     input_ids = input_ids.to(model.device)
-    decoder_layers(model)  # refuses what is no decoder
+    index_of = {id(module): index for index, layer in enumerate(decoder_layers(model)) for module in layer.modules()}
+    if len(input_ids) != 1:
+        raise InspectionError(f"`input_ids` must be one text, of shape (1, length), got {tuple(input_ids.shape)}")
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         if kept is None:
             logits = model(input_ids, use_cache=False).logits
         else:
-            rotate = _Rotation(model)
+            rotate = _Rotation(model) if kept else None
             if kept:
                 rotate.check(input_ids[:, :8])
-            with replaced_attention(model, _streaming_attention(window, kept, rotate)):
+            reached: set[int] = set()
+            with replaced_attention(model, _streaming_attention(window, kept, rotate, index_of, reached)):
                 logits = model(input_ids, use_cache=False).logits
+            missed = sorted(set(index_of.values()) - reached)
+            if missed:
+                raise InspectionError(
+                    f"layers {', '.join(map(str, missed))} of {type(model).__name__} have no softmax attention that goes through "
+                    "transformers' attention interface, so their window cannot be set and the figure would mean nothing"
+                )
     finally:
         for module, mode in training:
             module.training = mode
@@ -118,6 +127,12 @@ class _Rotation:
 
     def check(self, input_ids: torch.Tensor) -> None:
         """In the first layer a query at position p + 5 must be the one at p, moved by 5: its input is the same."""
+        rope_type = (getattr(self.model.config, "rope_parameters", None) or {}).get("rope_type")
+        if rope_type in ("dynamic", "longrope"):
+            raise InspectionError(
+                f"the angles of {rope_type!r} RoPE change with the length of the text, so kept tokens cannot be moved along; "
+                "--kept 0 needs no moving"
+            )
         queries = []
         for start in (0, 5):
 
@@ -142,10 +157,13 @@ class _Rotation:
             )
 
 
-def _streaming_attention(window: int, kept: int, rotate: _Rotation):
+def _streaming_attention(window: int, kept: int, rotate, index_of: dict[int, int], reached: set[int]):
+    """The attention of the test; `reached` gets the layers that came by."""
+
     def attention(module, query, key, value, attention_mask, original, scaling=None, softcap=None, **kwargs):
+        reached.add(index_of[id(module)])
         own_window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
-        if own_window is not None or kwargs.get("s_aux") is not None:
+        if (own_window is not None and own_window < query.shape[2]) or kwargs.get("s_aux") is not None:
             raise InspectionError(
                 f"{type(module).__name__} has a window or sinks of its own; the streaming test is for full attention"
             )

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import TINY_SHAPE, randomise, tiny_gated, tiny_input_ids, tiny_llama, tiny_tokenizer
-from test_diagnostics_maps import from_config, plain
+from test_diagnostics_maps import from_config, packed, padded, plain
 from torch import nn
 from transformers import (
     AfmoeConfig,
@@ -203,13 +203,31 @@ def test_natively_gated_stock_models_show_their_gates(stock):
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
 def test_hybrid_models_skip_linear_layers_and_say_so(model_type):
-    from gated_attention.diagnostics.report import terminal_report
+    from gated_attention.diagnostics.report import card_section, terminal_report
 
     model = stock_qwen(model_type)
     inspection = inspect_model(model, [plain()])
     assert inspection.skipped_layers == {0: "linear_attention"}
     assert inspection.layers[0].top_activations
-    assert "no softmax attention to measure in layers 0 (linear_attention)" in terminal_report([inspection])
+    assert "attention is not measured in layers 0 (linear_attention)" in terminal_report([inspection])
+    assert "linear_attention" in card_section([inspection])
+    assert "not measured" not in terminal_report([inspect_model(model, [plain()], attention=False)])
+
+
+def test_attention_maps_of_hybrid_models_are_those_of_their_layers():
+    from gated_attention.diagnostics.plots import attention_maps
+
+    model = stock_qwen("qwen3_next")
+    found = attention_maps(model, tiny_tokenizer(), "the gate opens and the sink closes", [0, 1, 2], bos=True)
+    assert [layer for layer, _, _ in found] == [1, 2]  # layer 0 has none
+    ids = torch.tensor(
+        [[1, *tiny_tokenizer()("the gate opens and the sink closes", add_special_tokens=False).input_ids]]
+    )
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True, use_cache=False).attentions
+    for (_, ours, _), theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(ours), theirs[0].mean(0))
 
 
 def test_effective_ranks():
@@ -295,8 +313,10 @@ def test_encoders_are_refused():
     config = BertConfig(
         vocab_size=96, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
     )
-    with pytest.raises(InspectionError, match="not causal"):
-        inspect_model(BertLMHeadModel(config), [plain()])
+    for inputs in (plain(), padded("right")):
+        inputs.pop("position_ids", None)
+        with pytest.raises(InspectionError, match="not causal"):
+            inspect_model(BertLMHeadModel(config), [inputs])
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
     with pytest.raises(InspectionError, match="encoder-decoder"):
         inspect_model(t5, [plain()])
@@ -331,6 +351,90 @@ def test_nan_and_infinity_are_named_by_layer(value):
         model.model.layers[1].mlp.down_proj.weight[3, 4] = value
     with pytest.raises(InspectionError, match="layer 1 holds NaN or infinity"):
         inspect_model(model, [plain()])
+
+
+def test_positions_count_from_the_documents_first_token():
+    sink_first = one_layer()  # uniform attention: the first key is seen by most queries
+    for inputs in (plain(), padded("left"), packed()):
+        inputs["input_ids"] = inputs["input_ids"] % 16
+        inspection = inspect_model(sink_first, [inputs])
+        assert inspection.layers[0].largest_key_position == 0
+        assert inspection.largest_key_share == pytest.approx(inspection.f_attn, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"attention_mask": torch.ones(1, 4)}, "must have input_ids"),
+        ({"input_ids": torch.ones(1, 4, dtype=torch.long), "token_type_ids": torch.ones(1, 4)}, "token_type_ids"),
+        (
+            {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.tensor([[1] * 4, [0] * 4])},
+            "padding only",
+        ),
+    ],
+    ids=["no_input_ids", "unknown_input", "row_of_padding"],
+)
+def test_batches_that_cannot_be_used(batch, words):
+    with pytest.raises(InspectionError, match=words):
+        inspect_model(tiny_llama(), [batch])
+
+
+def test_labels_of_a_data_set_are_left_out():
+    inputs = plain()
+    assert inspect_model(tiny_llama(), [{**inputs, "labels": inputs["input_ids"]}]).f_attn > 0
+
+
+def test_nan_in_the_head_is_said():
+    model = tiny_llama()
+    torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    with pytest.raises(InspectionError, match="logits hold NaN"):
+        inspect_model(model, [plain()])
+
+
+def test_other_names_and_wrapped_projections():
+    """GPT-2 and Phi-3 fuse their projections; an adapter hides the matrices: what cannot be known is None, the rest is there."""
+    from peft import LoraConfig, get_peft_model
+
+    gpt2 = from_config("gpt2", n_embd=32, n_head=4, n_layer=3, n_positions=64)
+    lora = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM"))
+    for model in (gpt2, from_config("phi3", pad_token_id=0, head_dim=8), lora):
+        layer = inspect_model(model, [plain()]).layers[0]
+        assert layer.f_attn
+        assert layer.attention_output_max > 0
+        assert layer.output_rank
+    assert layer.weight_rank is None
+
+
+def test_other_models_of_the_process_are_not_watched():
+    from gated_attention.diagnostics.capture import replaced_attention
+
+    def refuse(module, *args, original, **kwargs):
+        raise AssertionError("reached")
+
+    other = tiny_llama()
+    with replaced_attention(tiny_gated(), refuse), torch.no_grad():
+        other(tiny_input_ids(), use_cache=False)
+
+
+def test_hooks_are_gone_if_watching_cannot_begin():
+    model = tiny_gated()
+    del model.model.layers[2].self_attn.o_proj
+    with pytest.raises(AttributeError):
+        inspect_model(model, [plain()])
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_kurtosis_far_from_zero():
+    from gated_attention.diagnostics.accumulate import Accumulator
+    from gated_attention.diagnostics.capture import Batch
+
+    accumulator = Accumulator(1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        accumulator.batch = Batch.of(torch.zeros(1, 500, dtype=torch.long))
+        accumulator.attention_output(0, 300 + torch.randn(1, 500, 64, generator=generator))
+        accumulator.hidden_states(0, torch.ones(1, 500, 64))
+    assert accumulator.layer(0, "attention", None).attention_output_kurtosis == pytest.approx(3, abs=0.1)
 
 
 def test_bfloat16():

@@ -121,7 +121,30 @@ def test_loss_that_is_no_number_is_a_spike(tmp_path, value):
     trainer = make_trainer(tiny_gated(), tmp_path, Tokens(4), 4)
     callback = DiagnosticsCallback(trainer, HELD)
     callback.on_log(trainer.args, trainer.state, trainer.control, logs={"loss": value})
+    callback.on_log(trainer.args, trainer.state, trainer.control, logs={"loss": value})
+    assert len(callback.spikes) == 1  # it stays broken: one entry says it
     assert callback.spikes[0]["z_scores"]["loss"] == math.inf
+    written = json.loads((tmp_path / "loss_spikes.jsonl").read_text(), parse_constant=pytest.fail)
+    assert written["loss"] == str(value)
+
+
+def test_a_look_that_fails_does_not_end_the_training(tmp_path):
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                torch.nn.init.constant_(model.model.layers[1].mlp.down_proj.weight, math.nan)
+
+    tracker, model = Tracker(), tiny_gated()
+    trainer = make_trainer(model, tmp_path, Tokens(6), 6, tracker, logging_nan_inf_filter=False)
+    trainer.add_callback(Break())
+    callback = DiagnosticsCallback(trainer, HELD, every=1)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    looks = [logs for _, logs in tracker.seen if any(name.startswith("diagnostics/") for name in logs)]
+    assert [logs.get("diagnostics/failed", 0.0) for logs in looks] == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert len(callback.spikes) == 1
+    assert not model._forward_pre_hooks
 
 
 def test_arguments_are_checked(tmp_path):

@@ -100,9 +100,9 @@ def naive_figures(maps: list[torch.Tensor], inputs: dict) -> list[dict[str, list
         heads = layer.shape[1]
         result = {"f_attn": [], "largest_key_share": [], "entropy": [], "sink_rate": []}
         for head in range(heads):
-            on_first, entropies, largest, sinks = [], [], [], []
+            on_first, entropies, largest, sinks = [], [], 0.0, []
             for row in range(batch):
-                per_key, count, early = torch.zeros(length), 0, []
+                per_document, early = {}, []
                 for query in range(length):
                     if not valid[row, query]:
                         continue
@@ -115,12 +115,11 @@ def naive_figures(maps: list[torch.Tensor], inputs: dict) -> list[dict[str, list
                     on_first.append(float(p[first]))
                     outcome = torch.cat([p, 1 - p.sum()[None].clamp(max=1)])  # what a learned sink takes
                     entropies.append(-sum(float(x) * math.log(float(x)) for x in outcome if x > 1e-12))
-                    per_key += p
-                    count += 1
-                largest.append(float(per_key.max()) / count)
+                    per_document[first] = per_document.get(first, 0) + p
+                largest += sum(float(per_key.max()) for per_key in per_document.values())
                 sinks.append(sum(early) / len(early) > 0.3)
             result["f_attn"].append(sum(on_first) / len(on_first))
-            result["largest_key_share"].append(sum(largest) / batch)
+            result["largest_key_share"].append(largest / len(on_first))
             result["entropy"].append(sum(entropies) / len(entropies))
             result["sink_rate"].append(sum(sinks) / batch)
         figures.append(result)
@@ -131,16 +130,27 @@ def assert_equals_maps(model, inputs, inspection: Inspection) -> None:
     expected = naive_figures(full_maps(model, inputs), inputs)
     assert len(expected) == len(inspection.layers)
     for layer, figures in zip(inspection.layers, expected, strict=True):
+        assert all(
+            any_key >= first - 1e-6 for any_key, first in zip(layer.largest_key_share, layer.f_attn, strict=True)
+        )
         for name, values in figures.items():
             torch.testing.assert_close(torch.tensor(getattr(layer, name)), torch.tensor(values), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
-@pytest.mark.parametrize(("family", "backend"), ON_BACKENDS, ids=lambda value: value)
+# GPT-OSS does not hand the positions to its masks: packed documents see each other there.
+CASES = [
+    (family, backend, inputs)
+    for family, backend in ON_BACKENDS
+    for inputs in INPUTS
+    if (family, inputs) != ("gpt_oss_learned_sinks", "packed")
+]
+
+
+@pytest.mark.parametrize(("family", "backend", "inputs"), CASES)
 def test_equals_full_maps(family, backend, inputs):
     model = FAMILIES[family]()
     model.set_attn_implementation(backend)
-    assert_equals_maps(model, inputs(), inspect_model(model, [inputs()]))
+    assert_equals_maps(model, INPUTS[inputs](), inspect_model(model, [INPUTS[inputs]()]))
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def test_default_text_and_no_attention(source):
     assert result.exit_code == 0, result.output
     assert "Python's help pages" in result.output
     assert "F-Attn)" not in result.output
+    assert "not measured" not in result.output
 
 
 def test_data_set_in_a_folder(source, tmp_path):
@@ -99,10 +100,11 @@ def test_names_that_are_the_same_are_written_out(text, tmp_path):
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--text", "{text}", "--dataset", "x"], "not both"),
         (["--dtype", "float31"], "float31"),
+        (["--device", "abacus"], "device 'abacus'"),
         (["--text", "{text}", "--map-layer", "7", "--out", "{source}/out"], "layer 7 has no attention to draw"),
         (["--text", "{source}/model.safetensors"], "cannot be read as UTF-8"),
     ],
-    ids=["no_such_text", "two_texts", "dtype", "map_layer", "not_a_text"],
+    ids=["no_such_text", "two_texts", "dtype", "device", "map_layer", "not_a_text"],
 )
 def test_bad_input(source, text, arguments, words):
     result = run(source, *[argument.format(text=text, source=source) for argument in arguments])
@@ -115,7 +117,25 @@ def test_model_that_is_none(tmp_path, text):
     (tmp_path / "empty").mkdir()
     result = run(tmp_path / "empty", "--text", text)
     assert result.exit_code == 1
-    assert "Traceback" not in result.output
+    assert isinstance(result.exception, SystemExit)  # a message, no traceback
+
+
+def test_same_model_twice(source, text, tmp_path):
+    result = run(source, source, "--text", text, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "attention_maps_2.svg").exists()
+
+
+def test_card_survives_tokens_that_are_markup(source, text, tmp_path):
+    from gated_attention.diagnostics import Inspection
+    from gated_attention.diagnostics.report import card_section
+
+    assert run(source, "--text", text, "--bos", "--out", tmp_path / "out").exit_code == 0
+    path = tmp_path / "out" / "inspection.json"
+    path.write_text(path.read_text().replace('"token": "', '"token": "<|x|>$$'))
+    row = next(line for line in card_section([Inspection.load(path)]).splitlines() if "largest activation at" in line)
+    assert row.replace("\\|", "").count("|") == 3
+    assert "<|" not in row
 
 
 def test_inspected_folder_is_not_touched(source, text):

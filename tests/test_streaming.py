@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import tiny_gated, tiny_input_ids, tiny_llama
 from test_diagnostics_maps import FAMILIES, from_config
+from transformers import FalconConfig, FalconForCausalLM
 
 from gated_attention.diagnostics import InspectionError, streaming_perplexity
 
@@ -16,7 +17,7 @@ def rotate(vector: torch.Tensor, position: int, inv_freq: torch.Tensor) -> torch
     return vector * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
 
 
-def token_by_token(model, input_ids: torch.Tensor, window: int, kept: int) -> list[float]:
+def token_by_token(model, input_ids: torch.Tensor, window: int, kept: int, rope_scaling: float = 1.0) -> list[float]:
     """Losses of a Llama-type model that decodes one token after the other; keys are cached before RoPE."""
     config, inv_freq = model.config, model.model.rotary_emb.inv_freq
     dim, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
@@ -33,7 +34,7 @@ def token_by_token(model, input_ids: torch.Tensor, window: int, kept: int) -> li
             for head, query in enumerate(attention.q_proj(normed).view(-1, dim)):
                 query = rotate(query, len(cache) - 1, inv_freq)
                 scores = [
-                    float(query @ rotate(key[head // group], place, inv_freq)) / math.sqrt(dim)
+                    float(query @ rotate(key[head // group], place, inv_freq)) * rope_scaling**2 / math.sqrt(dim)
                     for place, (key, _) in enumerate(cache)
                 ]
                 weights = torch.tensor(scores).softmax(0)
@@ -76,13 +77,12 @@ def test_reference_drops_nothing():
 def test_rope_that_scales_its_output():
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
     model, input_ids = tiny_llama(rope_parameters=rope), tiny_input_ids(1, 30)
-    everything = streaming_perplexity(model, input_ids, window=28, kept=3)
-    torch.testing.assert_close(
-        torch.tensor(everything.loss_by_position),
-        torch.tensor(streaming_perplexity(model, input_ids, window=6, kept=None).loss_by_position),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    scaling = model.model.rotary_emb.attention_scaling
+    assert scaling != 1
+    with torch.no_grad():
+        expected = token_by_token(model, input_ids, window=6, kept=3, rope_scaling=scaling)
+    found = streaming_perplexity(model, input_ids, window=6, kept=3).loss_by_position
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,37 @@ def test_windows_without_meaning(options, words):
 
 def test_models_with_windows_or_sinks_of_their_own_are_refused():
     for family in ("mistral_window", "gpt_oss_learned_sinks"):
-        with pytest.raises(InspectionError):
+        with pytest.raises(InspectionError, match="a window or sinks of its own"):
             streaming_perplexity(FAMILIES[family](), tiny_input_ids(1, 30), window=6)
+    wide = from_config("mistral", sliding_window=64)
+    assert streaming_perplexity(wide, tiny_input_ids(1, 30), window=6, kept=2).perplexity > 1
+
+
+def test_layers_whose_window_cannot_be_set_are_named():
+    """Linear layers see everything, and attention that bypasses the interface too: the figure would mean nothing."""
+    hybrid = from_config(
+        "qwen3_next", layer_types=["linear_attention", "full_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16, mlp_only_layers=[0, 1, 2],
+    )  # fmt: skip
+    with pytest.raises(InspectionError, match="layers 0 of Qwen3NextForCausalLM"):
+        streaming_perplexity(hybrid, tiny_input_ids(1, 30), window=6)
+    falcon = FalconForCausalLM(
+        FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False)
+    )
+    with pytest.raises(InspectionError, match="layers 0, 1 of FalconForCausalLM"):
+        streaming_perplexity(falcon, tiny_input_ids(1, 30), window=6)
+
+
+def test_rope_whose_angles_change_with_the_length():
+    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(InspectionError, match="'dynamic' RoPE"):
+        streaming_perplexity(model, tiny_input_ids(1, 30), window=6, kept=2)
+    assert streaming_perplexity(model, tiny_input_ids(1, 30), window=6).perplexity > 1
+
+
+def test_one_text_at_a_time():
+    with pytest.raises(InspectionError, match=r"\(1, length\)"):
+        streaming_perplexity(tiny_llama(), tiny_input_ids(2, 30), window=6)
 
 
 def test_positions_of_another_kind_are_found_out():
