@@ -195,15 +195,12 @@ def windows_of(
 def token_losses(logits: torch.Tensor, batch: Batch, row: int) -> torch.Tensor:
     """Negative log-likelihood `(length - 1,)` of each token after the first, from logits `(length, vocab_size)` of a row."""
     targets = batch.input_ids[row, 1:]
-    parts = [
-        nn.functional.cross_entropy(
-            logits[start : min(start + _LOSS_ROWS, len(targets))].float(),
-            targets[start : start + _LOSS_ROWS],
-            reduction="none",
-        )
-        for start in range(0, len(targets), _LOSS_ROWS)
-    ]
-    return torch.cat(parts)
+    # One result made beforehand: small ones made between the wide blocks would keep the allocator from reusing their room.
+    losses = torch.empty(len(targets), device=logits.device)
+    for start in range(0, len(targets), _LOSS_ROWS):
+        end = min(start + _LOSS_ROWS, len(targets))
+        losses[start:end] = nn.functional.cross_entropy(logits[start:end].float(), targets[start:end], reduction="none")
+    return losses
 
 
 class _Losses:

@@ -132,7 +132,8 @@ def test_old_folder_is_removed_if_a_run_was_killed_after_its_last_rename(source,
 
 def test_interrupt_cleans_up(source, target):
     script = f"""
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it otherwise
 from gated_attention.conversion import convert
 convert.audit_headers = lambda *args: (print("ready", flush=True), time.sleep(60))
 convert.convert_checkpoint({str(source)!r}, {str(target)!r})
