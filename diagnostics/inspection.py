@@ -199,7 +199,9 @@ def token_losses(logits: torch.Tensor, batch: Batch, row: int) -> torch.Tensor:
     losses = torch.empty(len(targets), device=logits.device)
     for start in range(0, len(targets), _LOSS_ROWS):
         end = min(start + _LOSS_ROWS, len(targets))
-        losses[start:end] = nn.functional.cross_entropy(logits[start:end].float(), targets[start:end], reduction="none")
+        losses[start:end] = nn.functional.cross_entropy(
+            logits[start:end].float(), targets[start:end], reduction="none"
+        )
     return losses
 
 
