@@ -109,6 +109,23 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     )
 
 
+def layer_index_of(model: nn.Module) -> dict[int, int]:
+    """Index of the decoder layer that a module belongs to, by the module's `id`."""
+    return {id(module): index for index, layer in enumerate(decoder_layers(model)) for module in layer.modules()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within the block; each module gets its own mode back, since parts may be frozen in another."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
     """The attention modules of a layer: in transformers they are called so, and know their place."""
     return [m for m in layer.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
@@ -126,7 +143,7 @@ def watching(model: nn.Module, batch: Batch, observer: Observer, attention: bool
         attention: Whether attention probabilities are reduced; the rest costs little.
     """
     layers = decoder_layers(model)
-    index_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
+    index_of = layer_index_of(model)
     name = model.config._attn_implementation or "eager"
 
     def watched(module, query, key, value, attention_mask, original, **kwargs):
@@ -209,8 +226,7 @@ def _statistics(module, query, key, attention_mask, batch: Batch, name: str, kwa
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    read = mask_block_reader(attention_mask, key.shape[2], None, query.device)
-    if not causal and _sees_the_future(read, batch):
+    if not causal and _sees_the_future(mask_block_reader(attention_mask, key.shape[2], None, query.device), batch):
         raise InspectionError(f"{type(module).__name__} is not causal; the diagnostics are for causal language models")
     # SDPA and eager get the window as part of their mask; FlashAttention as a number.
     window = kwargs.get("sliding_window") if "flash" in name else None

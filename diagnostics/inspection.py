@@ -9,7 +9,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .accumulate import Accumulator, weight_ranks
-from .capture import Batch, attention_modules, decoder_layers, watching
+from .capture import Batch, attention_modules, decoder_layers, evaluating, watching
 from .errors import InspectionError
 from .results import Activation, Inspection, InspectionSettings, LayerInspection
 
@@ -61,10 +61,8 @@ def inspect_model(
     config = model.config.get_text_config(decoder=True)
     accumulator = Accumulator(len(layers), gate_scale=float(getattr(config, "gate_scale", 1.0)), ranks=ranks)
     losses = _Losses()
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     sizes, tokens = [], 0
-    try:
+    with evaluating(model):
         for inputs in batches:
             inputs = _model_inputs(inputs, model.device)
             batch = Batch.of(**inputs)
@@ -82,9 +80,6 @@ def inspect_model(
                     f"no attention of {type(model).__name__} went through transformers' attention interface, so it cannot be "
                     "watched; activations, gates and perplexity can be had with attention=False (--no-attention)"
                 )
-    finally:
-        for module, training in modes:
-            module.training = training
     if not sizes:
         raise InspectionError("there is nothing to inspect: no batch was given")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from .capture import decoder_layers, replaced_attention
+from .capture import layer_index_of, replaced_attention
 from .errors import InspectionError
 from .results import Inspection
 
@@ -274,7 +274,7 @@ def attention_maps(
     ids = tokenizer(text[: tokens * 64], add_special_tokens=False).input_ids[: tokens - bos]
     ids = ([tokenizer.bos_token_id] if bos else []) + ids
     names = [tokenizer.decode([token]) for token in ids]
-    index_of = {id(module): index for index, layer in enumerate(decoder_layers(model)) for module in layer.modules()}
+    index_of = layer_index_of(model)
     found = {}
 
     def keep(module, *args, original, **kwargs):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from .capture import Batch, decoder_layers, replaced_attention
+from .capture import Batch, decoder_layers, evaluating, layer_index_of, replaced_attention
 from .errors import InspectionError
 from .inspection import token_losses
 
@@ -66,30 +66,14 @@ def streaming_perplexity(
     if kept is not None and not 0 <= kept < window:
         raise InspectionError(f"`kept` must be at least 0 and less than the window ({window}), got {kept}")
     input_ids = input_ids.to(model.device)
-    index_of = {id(module): index for index, layer in enumerate(decoder_layers(model)) for module in layer.modules()}
+    decoder_layers(model)  # refuses what is no decoder, also for the reference
     if len(input_ids) != 1:
         raise InspectionError(f"`input_ids` must be one text, of shape (1, length), got {tuple(input_ids.shape)}")
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         if kept is None:
             logits = model(input_ids, use_cache=False).logits
         else:
-            rotate = _Rotation(model) if kept else None
-            if kept:
-                rotate.check(input_ids[:, :8])
-            reached: set[int] = set()
-            with replaced_attention(model, _streaming_attention(window, kept, rotate, index_of, reached)):
-                logits = model(input_ids, use_cache=False).logits
-            missed = sorted(set(index_of.values()) - reached)
-            if missed:
-                raise InspectionError(
-                    f"layers {', '.join(map(str, missed))} of {type(model).__name__} have no softmax attention that goes through "
-                    "transformers' attention interface, so their window cannot be set and the figure would mean nothing"
-                )
-    finally:
-        for module, mode in training:
-            module.training = mode
+            logits = _streamed_logits(model, input_ids, window, kept)
     losses = token_losses(logits[0], Batch.of(input_ids), row=0)
     past = losses[window + 1 :] if len(losses) > window + 1 else losses[-1:]
     return StreamingResult(
@@ -100,6 +84,22 @@ def streaming_perplexity(
         perplexity_past_window=past.double().mean().exp().item(),
         loss_by_position=losses.tolist(),
     )
+
+
+def _streamed_logits(model: nn.Module, input_ids: torch.Tensor, window: int, kept: int) -> torch.Tensor:
+    rotate = _Rotation(model) if kept else None
+    if kept:
+        rotate.check(input_ids[:, :8])
+    index_of, reached = layer_index_of(model), set()
+    with replaced_attention(model, _streaming_attention(window, kept, rotate, index_of, reached)):
+        logits = model(input_ids, use_cache=False).logits
+    missed = sorted(set(index_of.values()) - reached)
+    if missed:
+        raise InspectionError(
+            f"layers {', '.join(map(str, missed))} of {type(model).__name__} have no softmax attention that goes through "
+            "transformers' attention interface, so their window cannot be set and the figure would mean nothing"
+        )
+    return logits
 
 
 class _Rotation:
