@@ -45,7 +45,9 @@ class _Layer:
 
 
 def _add(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    return part.clone() if total is None else total + part
+    """Adds in float64 on the CPU: layers may lie on several devices, and not every device has float64."""
+    part = part.cpu().double()
+    return part if total is None else total + part
 
 
 class Accumulator(Observer):
@@ -59,51 +61,52 @@ class Accumulator(Observer):
         self.windows_before = 0
 
     def attention(self, layer_idx: int, statistics: AttentionStatistics) -> None:
-        layer, counts = self.layers[layer_idx], self.batch.counts
+        layer, batch = self.layers[layer_idx], self.batch.on(statistics.first_share.device)
+        counts = batch.counts
         mask = counts[:, None]  # (batch, 1, length)
-        layer.first_share = _add(layer.first_share, (statistics.first_share * mask).sum((0, 2)).double())
-        layer.entropy = _add(layer.entropy, (statistics.entropy * mask).sum((0, 2)).double())
+        layer.first_share = _add(layer.first_share, (statistics.first_share * mask).sum((0, 2)))
+        layer.entropy = _add(layer.entropy, (statistics.entropy * mask).sum((0, 2)))
         layer.counted_queries += int(counts.sum())
         # One (document, head) at a time, so that a sink at another position of each document is seen; weighted by queries,
         # as `first_share` is. Before the division by their number a key's share is the sum over its document's queries.
         sums = statistics.key_share * counts.sum(-1)[:, None, None]
-        documents = self.batch.first_token[:, None].expand_as(sums)
+        documents = batch.first_token[:, None].expand_as(sums)
         largest = torch.zeros_like(sums).scatter_reduce(-1, documents, sums, "amax")
-        layer.largest_share = _add(layer.largest_share, largest.sum((0, 2)).double())
+        layer.largest_share = _add(layer.largest_share, largest.sum((0, 2)))
         for row, row_sums in enumerate(sums.mean(1)):
-            beginnings = self.batch.first_token[row]
+            beginnings = batch.first_token[row]
             for beginning in beginnings[counts[row]].unique().tolist():
                 within = row_sums.masked_fill(beginnings != beginning, -1)
                 layer.key_positions.append(int(within.argmax()) - beginning)
         # The sink rate looks at the first 64 tokens of a sequence, the first one included.
-        early = self.batch.first_document(SINK_WINDOW)
+        early = batch.first_document(SINK_WINDOW)
         mean = (statistics.first_share * early[:, None]).sum(-1) / early.sum(-1)[:, None]
-        layer.sinks = _add(layer.sinks, (mean > SINK_THRESHOLD).sum(0).double())
+        layer.sinks = _add(layer.sinks, (mean > SINK_THRESHOLD).sum(0))
         layer.sequences += len(counts)
 
     def _tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """`(tokens, ...)` of `(batch, length, ...)`, without padding; no copy where there is none."""
-        return tensor.flatten(0, 1) if self.batch.all_valid else tensor[self.batch.valid]
+        return tensor.flatten(0, 1) if self.batch.all_valid else tensor[self.batch.on(tensor.device).valid]
 
     def head_outputs(self, layer_idx: int, outputs: torch.Tensor, gated: bool) -> None:
         if not self.ranks:
             return
         valid = self._tokens(outputs).float().transpose(0, 1)  # (heads, tokens, head_dim)
         gram = self.layers[layer_idx].gram
-        gram[gated] = _add(gram.get(gated), torch.matmul(valid.transpose(1, 2), valid).double())
+        gram[gated] = _add(gram.get(gated), torch.matmul(valid.transpose(1, 2), valid))
 
     def gates(self, layer_idx: int, scores: torch.Tensor) -> None:
         layer = self.layers[layer_idx]
         scores = self._tokens(scores)  # (tokens, heads, 1 or head_dim)
-        layer.gate_sum = _add(layer.gate_sum, scores.double().mean(-1).sum(0))
-        layer.gate_closed = _add(layer.gate_closed, (scores < CLOSED_GATE).double().mean(-1).sum(0))
+        layer.gate_sum = _add(layer.gate_sum, scores.float().mean(-1).sum(0))
+        layer.gate_closed = _add(layer.gate_closed, (scores < CLOSED_GATE).float().mean(-1).sum(0))
         layer.gate_count += len(scores)
         bins = (scores / self.gate_scale * GATE_BINS).long().clamp(0, GATE_BINS - 1)
         layer.gate_histogram = _add(layer.gate_histogram, torch.bincount(bins.flatten(), minlength=GATE_BINS))
 
     def attention_output(self, layer_idx: int, output: torch.Tensor) -> None:
         layer = self.layers[layer_idx]
-        for row, valid in zip(output, self.batch.valid, strict=True):
+        for row, valid in zip(output, self.batch.on(output.device).valid, strict=True):
             per_token = torch.maximum(row.amax(-1), -row.amin(-1))
             layer.output_max.append(per_token[valid].max().item())
         values = self._tokens(output).float()
@@ -112,12 +115,14 @@ class Accumulator(Observer):
         values = values - layer.output_center  # any fixed centre near the mean keeps float32 moments accurate
         squares = values * values
         moments = [values.sum(), squares.sum(), (squares * values).sum(), squares.square().sum()]
-        layer.output_moments = _add(layer.output_moments, torch.stack(moments).double())
+        layer.output_moments = _add(layer.output_moments, torch.stack(moments))
         layer.output_count += values.numel()
 
     def hidden_states(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
         layer = self.layers[layer_idx]
-        for row, (states, valid) in enumerate(zip(hidden_states, self.batch.valid, strict=True)):
+        for row, (states, valid) in enumerate(
+            zip(hidden_states, self.batch.on(hidden_states.device).valid, strict=True)
+        ):
             magnitudes = states.float().abs()
             # The three largest of all lie at the three tokens with the largest maxima.
             greatest = magnitudes.amax(-1).masked_fill(~valid, -1)
@@ -132,7 +137,7 @@ class Accumulator(Observer):
                 found.append(Activation(value, layer_idx, self.windows_before + row, place, channel, token))
             if not layer.top or found[0].value > layer.top[0].value:
                 layer.top = found
-            layer.top_sums = _add(layer.top_sums, values.double().cpu())
+            layer.top_sums = _add(layer.top_sums, values)
             layer.rows += 1
             layer.medians.append((magnitudes if self.batch.all_valid else magnitudes[valid]).median().item())
 
@@ -219,9 +224,9 @@ def weight_ranks(attention: torch.nn.Module) -> list[float] | None:
     if head_dim is None or output.in_features % head_dim or value.out_features % head_dim:
         return None
     heads = output.in_features // head_dim
-    value_weights = value.weight.detach().double().unflatten(0, (-1, head_dim))  # (kv heads, head_dim, hidden)
+    value_weights = _float64(value.weight).unflatten(0, (-1, head_dim))  # (kv heads, head_dim, hidden)
     output_weights = (
-        output.weight.detach().double().unflatten(1, (heads, head_dim)).transpose(0, 1)
+        _float64(output.weight).unflatten(1, (heads, head_dim)).transpose(0, 1)
     )  # (heads, hidden, head_dim)
     # The singular values of O V are those of R_O R_V^T, which is only head_dim x head_dim.
     value_factor = torch.linalg.qr(value_weights.transpose(1, 2)).R.repeat_interleave(
@@ -229,3 +234,9 @@ def weight_ranks(attention: torch.nn.Module) -> list[float] | None:
     )
     output_factor = torch.linalg.qr(output_weights).R
     return effective_rank(torch.linalg.svdvals(output_factor @ value_factor.transpose(1, 2))).tolist()
+
+
+def _float64(weight: torch.Tensor) -> torch.Tensor:
+    """On the weight's own device where that has float64; Apple's has not."""
+    weight = weight.detach()
+    return (weight.cpu() if weight.device.type == "mps" else weight).double()

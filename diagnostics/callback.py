@@ -7,16 +7,18 @@ from collections import deque
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
 from .errors import InspectionError
+from .gate_locations import gate_projections
 from .inspection import inspect_model
 
 
 logger = logging.getLogger(__name__)
 
-GATE = ".g_proj."
 SPIKES_FILE = "loss_spikes.jsonl"
+START_FILE = "gates_at_start.safetensors"
 
 
 class DiagnosticsCallback(TrainerCallback):
@@ -24,9 +26,12 @@ class DiagnosticsCallback(TrainerCallback):
     Logs what the diagnostics see on a held batch, every so many steps, and detects loss spikes.
 
     Logged under `diagnostics/`: `f_attn`, `largest_key_share`, `m_act`, `largest_activation`; with gates `gate_mean`,
-    `gate_closed_fraction`, `gate_movement` (root mean square difference of the gates' weights from those at the start of
-    training), `grad_norm_gates`; and `grad_norm_rest` (norms as the optimizer gets them, after clipping). They go through
-    `trainer.log`, and so to every tracker of Trainer.
+    `gate_closed_fraction`, `gate_movement` (root mean square difference of the gates' weights, adapters included, from those
+    at the start of training), `grad_norm_gates`; and `grad_norm_rest` (norms as the optimizer gets them, after clipping).
+    They go through `trainer.log`, and so to every tracker of Trainer. The gates of stock models that bring one count too.
+
+    A training that is resumed goes on where it was: the gates at the start are kept in `gates_at_start.safetensors` in the
+    output folder, and the losses logged before are taken from Trainer's state.
 
     A spike is a logged loss or gradient norm that lies more than `threshold` standard deviations above the mean of the
     `window` values logged before it. Each is written to `loss_spikes.jsonl` in the output folder with the token ids of the
@@ -69,15 +74,26 @@ class DiagnosticsCallback(TrainerCallback):
         self.broken = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        # PEFT keeps a frozen copy of what it trains in full.
-        gates = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if GATE in name and ".original_module." not in name
-        }
-        self.start = {name: gate.detach().float().cpu().clone() for name, gate in gates.items()}
         self.on_train_end(args, state, control)  # of a run that broke off
+        if state.global_step > 0:
+            self._resume(Path(args.output_dir), state)
+        else:
+            self.start = gate_weights(model)
+            if self.start and state.is_world_process_zero:
+                Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+                save_file(self.start, Path(args.output_dir) / START_FILE)
         self.handle = model.register_forward_pre_hook(self._keep_ids, with_kwargs=True)
+
+    def _resume(self, folder: Path, state) -> None:
+        for entry in state.log_history:
+            for name, history in self.history.items():
+                if name in entry and "loss" in entry and math.isfinite(float(entry[name])):
+                    history.append(float(entry[name]))
+        if (folder / START_FILE).is_file():
+            self.start = load_file(folder / START_FILE)
+        else:
+            self.start = {}
+            logger.warning("no %s in %s: gate movement is left out", START_FILE, folder)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.handle is not None:
@@ -90,11 +106,15 @@ class DiagnosticsCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if (state.global_step + 1) % self.every == 0:
-            squares = {"gates": 0.0, "rest": 0.0}
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    squares["gates" if GATE in name else "rest"] += parameter.grad.float().square().sum().item()
-            self.gradient_norms = {name: math.sqrt(square) for name, square in squares.items()}
+            gates, rest, seen = 0.0, 0.0, set()
+            for projection in gate_projections(model):
+                own, other = projection.square_sums()
+                gates, rest = gates + own, rest + other
+                seen.update(id(parameter) for parameter in projection.module.parameters())
+            for parameter in model.parameters():
+                if parameter.grad is not None and id(parameter) not in seen:
+                    rest += parameter.grad.float().square().sum().item()
+            self.gradient_norms = {"gates": math.sqrt(gates), "rest": math.sqrt(rest)}
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step % self.every == 0:
@@ -113,13 +133,11 @@ class DiagnosticsCallback(TrainerCallback):
         found = inspect_model(model, [self.batch], ranks=False).summary()
         shown = ("f_attn", "largest_key_share", "m_act", "largest_activation", "gate_mean", "gate_closed_fraction")
         figures = {name: found[name] for name in shown if found[name] is not None}
-        if self.start:
-            now = {name: parameter for name, parameter in model.named_parameters() if name in self.start}
-            squares = sum(
-                (gate.detach().float().cpu() - self.start[name]).square().sum().item() for name, gate in now.items()
-            )
-            count = sum(gate.numel() for gate in now.values())
-            figures["gate_movement"] = math.sqrt(squares / count)
+        now = gate_weights(model)
+        if self.start.keys() == now.keys() and now:
+            squares = sum((gate - self.start[name]).square().sum().item() for name, gate in now.items())
+            figures["gate_movement"] = math.sqrt(squares / sum(gate.numel() for gate in now.values()))
+        if now:
             figures["grad_norm_gates"] = self.gradient_norms.get("gates", 0.0)
         figures["grad_norm_rest"] = self.gradient_norms.get("rest", 0.0)
         return figures
@@ -160,6 +178,16 @@ class DiagnosticsCallback(TrainerCallback):
         mean = sum(history) / len(history)
         deviation = math.sqrt(sum((entry - mean) ** 2 for entry in history) / len(history))
         return (value - mean) / max(deviation, 1e-6 * max(abs(mean), 1.0))
+
+
+def gate_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights and biases of a model's gates as it uses them (adapters included), by name, in float32 on the CPU."""
+    model = getattr(model, "module", model)  # data parallel
+    return {
+        f"{projection.name}.{kind}": tensor
+        for projection in gate_projections(model)
+        for kind, tensor in zip(("weight", "bias"), projection.effective_weights(), strict=False)
+    }
 
 
 def _finite_or_text(value):

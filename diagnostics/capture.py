@@ -50,6 +50,18 @@ class Batch:
         first_token = torch.where(begins, index, 0).cummax(dim=1).values
         return cls(input_ids, valid, first_token)
 
+    def on(self, device: torch.device) -> "Batch":
+        """The same batch on the device of a layer; a model may be spread over several."""
+        if device == self.input_ids.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Batch(*(t.to(device) for t in (self.input_ids, self.valid, self.first_token)))
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, "Batch"]:
+        return {}
+
     @cached_property
     def all_valid(self) -> bool:
         return bool(self.valid.all())
@@ -224,6 +236,7 @@ def _statistics(module, query, key, attention_mask, batch: Batch, name: str, kwa
             f"attention of {type(module).__name__} got {query.shape[2]} queries and {key.shape[2]} keys for "
             f"{batch.input_ids.shape[1]} tokens; the diagnostics watch whole sequences: call the model without a cache"
         )
+    batch = batch.on(query.device)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if not causal and _sees_the_future(mask_block_reader(attention_mask, key.shape[2], None, query.device), batch):

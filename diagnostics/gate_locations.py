@@ -62,3 +62,73 @@ def gate_scores(location: GateLocation, config, projected: torch.Tensor, heads: 
     if location.layout == "per_head_halves":
         per_head = per_head.chunk(2, dim=-1)[1]
     return _ACTIVATIONS[location.activation](per_head) * getattr(config, "gate_scale", 1.0)
+
+
+@dataclass(frozen=True)
+class GateProjection:
+    """
+    The projection that holds a gate.
+
+    Attributes:
+        name: Name of the projection in the model.
+        module: The projection; with PEFT, its wrapper.
+        head_dim: Channels of a head if the gate's rows lie among the query's (`"per_head_halves"`), else None.
+    """
+
+    name: str
+    module: nn.Module
+    head_dim: int | None
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The gate's part of a tensor whose first dimension is the projection's output."""
+        if self.head_dim is None:
+            return tensor
+        return tensor.unflatten(0, (-1, 2 * self.head_dim))[:, self.head_dim :]
+
+    def effective_weights(self) -> list[torch.Tensor]:
+        """
+        Weight and, if there is one, bias of the gate as the model uses them, adapters included, in float32 on the CPU.
+
+        Of a quantised projection only the adapters' part: nothing else of it is trained.
+        """
+        module = self.module
+        if hasattr(module, "modules_to_save"):  # PEFT keeps a frozen copy of what it trains in full
+            module = module.modules_to_save[module.active_adapters[0]]
+        base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        parts = [base.weight] if base.weight.is_floating_point() else []
+        if hasattr(module, "get_delta_weight") and not module.merged:
+            parts += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
+        weight = sum(_whole(part) for part in parts)
+        bias = [] if base.bias is None else [_whole(base.bias)]
+        return [self.rows(tensor).contiguous() for tensor in (weight, *bias)]
+
+    def square_sums(self) -> tuple[float, float]:
+        """Sum of squared gradients of the gate, and of what else the projection holds (the query's rows)."""
+        gate, rest = 0.0, 0.0
+        for parameter in self.module.parameters():
+            if parameter.grad is None:
+                continue
+            square = parameter.grad.float().square()
+            whole = square.sum().item()
+            width = getattr(self.module, "out_features", len(square))
+            # Of an adapter on a shared projection the first factor serves both: it counts as the rest.
+            own = self.rows(square).sum().item() if len(square) == width else (whole if self.head_dim is None else 0.0)
+            gate, rest = gate + own, rest + whole - own
+        return gate, rest
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached copy in float32 on the CPU; sharded parameters (FSDP2) are gathered."""
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().float().cpu().clone()
+
+
+def gate_projections(model: nn.Module) -> list[GateProjection]:
+    """Every gate of a model, in order; empty for a model without gates."""
+    found = []
+    for name, attention in model.named_modules():
+        location = gate_location(attention)
+        if location is not None:
+            head_dim = attention.head_dim if location.layout == "per_head_halves" else None
+            found.append(GateProjection(f"{name}.{location.module}", getattr(attention, location.module), head_dim))
+    return found

@@ -70,7 +70,7 @@ def inspect_model(
             with watching(model, batch, accumulator, attention=attention):
                 # Without a mask where it would say nothing: an all-ones mask hides packed documents from transformers.
                 logits = model(**inputs, use_cache=False).logits
-            losses.add(logits, batch)
+            losses.add(logits, batch.on(logits.device))
             del logits
             accumulator.finish_batch()
             sizes.append(tuple(batch.input_ids.shape))

@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from conftest import TINY_SHAPE, tiny_gated, tiny_input_ids, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from conftest import TINY_SHAPE, randomise, tiny_gated, tiny_input_ids, tiny_llama
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from gated_attention import inspect_model
 from gated_attention.diagnostics import DiagnosticsCallback, InspectionError
@@ -48,7 +49,7 @@ def make_trainer(model, output, dataset, steps, tracker=None, **arguments):
         per_device_train_batch_size=1,
         learning_rate=1e-2,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy=arguments.pop("save_strategy", "no"),
         report_to="none",
         use_cpu=True,
         disable_tqdm=True,
@@ -151,3 +152,74 @@ def test_arguments_are_checked(tmp_path):
     trainer = make_trainer(tiny_gated(), tmp_path, Tokens(4), 4)
     with pytest.raises(InspectionError, match="`every` must be at least 1, got 0"):
         DiagnosticsCallback(trainer, HELD, every=0)
+
+
+def test_resumed_training_goes_on_where_it_was(tmp_path):
+    """Movement is that from the first start, and the losses before the break judge the ones after it."""
+    saving = {"save_strategy": "steps", "save_steps": 12}
+    whole, parts = Tracker(), Tracker()
+    trainer = make_trainer(tiny_gated(), tmp_path / "whole", Tokens(24), 24, whole, **saving)
+    trainer.add_callback(DiagnosticsCallback(trainer, HELD, every=12, window=20))
+    trainer.train()
+
+    again = make_trainer(tiny_gated(seed=5), tmp_path / "whole", Tokens(24), 24, parts, **saving)
+    callback = DiagnosticsCallback(again, HELD, every=12, window=20)
+    again.add_callback(callback)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-12"))
+    movement = [
+        next(
+            logs["diagnostics/gate_movement"]
+            for step, logs in tracker.seen
+            if step == 24 and "diagnostics/f_attn" in logs
+        )
+        for tracker in (whole, parts)
+    ]
+    assert movement[1] == pytest.approx(movement[0], rel=1e-6)
+    assert len(callback.history["loss"]) == 20  # 12 before the break and 12 after it
+
+
+@pytest.mark.parametrize("way", ["lora", "modules_to_save"])
+def test_gates_trained_by_peft_move(tmp_path, way):
+    """The movement is that of the gate the model uses, not of an adapter's factors."""
+    base = tiny_gated(attention_dropout=0.0)
+    start = [layer.self_attn.g_proj.weight.detach().clone() for layer in base.model.layers]
+    target = (
+        {"target_modules": ["g_proj"]}
+        if way == "lora"
+        else {"target_modules": ["v_proj"], "modules_to_save": ["g_proj"]}
+    )
+    model, tracker = get_peft_model(base, LoraConfig(r=2, **target)), Tracker()
+    trainer = make_trainer(model, tmp_path, Tokens(4), 4, tracker)
+    trainer.add_callback(DiagnosticsCallback(trainer, HELD, every=4))
+    trainer.train()
+    logged = next(logs for step, logs in tracker.seen if "diagnostics/f_attn" in logs)
+    merged = trainer.model.merge_and_unload()
+    moved = [layer.self_attn.g_proj.weight - before for layer, before in zip(merged.model.layers, start, strict=True)]
+    expected = torch.stack(moved).square().mean().sqrt().item()
+    assert expected > 1e-4
+    assert logged["diagnostics/gate_movement"] == pytest.approx(expected, rel=1e-3)
+    assert logged["diagnostics/grad_norm_gates"] > 0
+
+
+def test_native_gates_of_a_stock_model_count(tmp_path):
+    """Qwen3-Next keeps the gate in half the rows of q_proj: only those are the gate's."""
+    config = Qwen3NextConfig(
+        vocab_size=TINY_SHAPE["vocab_size"], hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2, num_experts=0, mlp_only_layers=[0, 1],
+    )  # fmt: skip
+    model, tracker = randomise(Qwen3NextForCausalLM(config)), Tracker()
+
+    def gate_rows():
+        return torch.stack(
+            [layer.self_attn.q_proj.weight.detach().unflatten(0, (4, 16))[:, 8:] for layer in model.model.layers]
+        )
+
+    start = gate_rows()
+    trainer = make_trainer(model, tmp_path, Tokens(4), 4, tracker, max_grad_norm=0.0)
+    trainer.add_callback(DiagnosticsCallback(trainer, HELD, every=4))
+    trainer.train()
+    logged = next(logs for step, logs in tracker.seen if "diagnostics/f_attn" in logs)
+    assert logged["diagnostics/gate_movement"] == pytest.approx(
+        (gate_rows() - start).square().mean().sqrt().item(), rel=1e-4
+    )
+    assert logged["diagnostics/grad_norm_gates"] > 0
