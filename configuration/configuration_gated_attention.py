@@ -56,6 +56,9 @@ class GatedAttentionConfig(PreTrainedConfig):
             Whether `q_proj` and `k_proj`, `v_proj`, `o_proj` have a bias. They replace the one `attention_bias` of
             other configs, which means different projections in different families.
         mlp_bias (`bool`, *optional*, defaults to `False`): Whether the MLP's projections have a bias.
+        qk_norm (`bool`, *optional*, defaults to `False`):
+            Whether queries and keys go through an RMSNorm over each head's channels before RoPE, as in Qwen3. The gate
+            does not.
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout on the attention probabilities.
         gate_positions (`list[str]`, *optional*, defaults to `["sdpa_output"]`):
             What is gated. `"sdpa_output"`: each head's attention output before `o_proj` (G1 in the paper, its best
@@ -119,6 +122,7 @@ class GatedAttentionConfig(PreTrainedConfig):
     v_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     attention_dropout: int | float | None = 0.0
 
     gate_positions: list[Literal["sdpa_output"]] | None = None
@@ -142,6 +146,10 @@ class GatedAttentionConfig(PreTrainedConfig):
             self.attention_dropout = 0.0
         if self.gate_positions is None:
             self.gate_positions = ["sdpa_output"]
+        if self.qk_norm:
+            # Every device normalises its own heads with the whole weight.
+            norms = (f"layers.*.self_attn.{name}" for name in ("q_norm", "k_norm"))
+            self.base_model_tp_plan = self.base_model_tp_plan | dict.fromkeys(norms, "replicated_with_grad_allreduce")
         super().__post_init__(**kwargs)
 
     def _refuse_foreign_fields(self, unknown: dict) -> None:

@@ -58,5 +58,13 @@ FAMILIES = {
             | {"qk_bias": "attention_bias", "v_bias": "attention_bias", "o_bias": "attention_bias"}
             | _same_name("mlp_bias"),
         ),
+        Family(model_type="mistral", architecture="MistralForCausalLM", config_fields=_COMMON_FIELDS),
+        Family(
+            model_type="qwen3",
+            architecture="Qwen3ForCausalLM",
+            config_fields=_COMMON_FIELDS
+            | {"qk_bias": "attention_bias", "v_bias": "attention_bias", "o_bias": "attention_bias"},
+            fixed_fields={"qk_norm": True},
+        ),
     )
 }

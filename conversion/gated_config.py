@@ -50,10 +50,15 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 
 def gated_config(
-    checkpoint: Checkpoint, family: Family, granularity: str, gate_bias: bool
+    checkpoint: Checkpoint, family: Family, granularity: str, gate_bias: bool, biases: tuple[str, ...] = ()
 ) -> tuple[GatedAttentionConfig, dict[str, tuple[int, ...]]]:
     """
     The gated model's config, and the shape of each of its tensors.
+
+    Args:
+        checkpoint, family: The source.
+        granularity, gate_bias: Of the gates.
+        biases: Switches of the config (`"v_bias"`, `"o_bias"`) that are turned on whether the source has them or not.
 
     Raises:
         `ConversionError`: the source's config does not describe a model that can be built, or RoPE would differ.
@@ -62,7 +67,8 @@ def gated_config(
         source_config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
         # As when the model is built: some fields that lie outside `rope_parameters` are moved into it.
         source_config.standardize_rope_params()
-        config = _translate(checkpoint, family, source_config, granularity, gate_bias)
+        _refuse_windows(checkpoint, source_config)
+        config = _translate(checkpoint, family, source_config, granularity, gate_bias, biases)
         with torch.device("meta"):
             model = GatedAttentionForCausalLM(config)
         _compare_rope(checkpoint, source_config, config)
@@ -75,8 +81,22 @@ def gated_config(
     return config, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _translate(checkpoint, family: Family, source_config, granularity: str, gate_bias: bool) -> GatedAttentionConfig:
+def _refuse_windows(checkpoint: Checkpoint, source_config) -> None:
+    window = getattr(source_config, "sliding_window", None)
+    other = set(getattr(source_config, "layer_types", None) or ()) - {"full_attention"}
+    if window is not None or other:
+        what = f"sliding_window {window}" if window is not None else f"layer_types {sorted(other)}"
+        raise ConversionError(
+            f"{checkpoint.folder / 'config.json'}: {what}: layers that do not see the whole sequence are not supported; "
+            "supported are models whose every layer has full attention"
+        )
+
+
+def _translate(
+    checkpoint, family: Family, source_config, granularity: str, gate_bias: bool, biases: tuple[str, ...]
+) -> GatedAttentionConfig:
     fields = {ours: getattr(source_config, theirs) for ours, theirs in family.config_fields.items()}
+    fields |= dict.fromkeys(biases, True)
     extra = {}
     if getattr(source_config, "tokenizer_class", None):
         # AutoTokenizer reads it where tokenizer_config.json does not name a class.
@@ -116,26 +136,44 @@ def _dtype_as_loaded(checkpoint: Checkpoint, source_config) -> torch.dtype:
     return FLOAT_FORMATS[first[min(first)].dtype]
 
 
-def gate_headers(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorHeader]:
-    """Names, shapes and formats of the gates; each takes the format of its layer's `q_proj`."""
-    gates = {
-        name: TensorHeader(checkpoint.tensors[f"{name.split('.g_proj.')[0]}.q_proj.weight"].dtype, shape)
-        for name, shape in shapes.items()
-        if ".g_proj." in name
-    }
-    # Wide formats first keeps every tensor aligned to its own width.
-    return dict(sorted(gates.items(), key=lambda item: (-FLOAT_FORMATS[item[1].dtype].itemsize, item[0])))
+_BIASES = {"v_bias": "v_proj.bias", "o_bias": "o_proj.bias"}
 
 
-def audit_names_and_shapes(checkpoint: Checkpoint, config, expected: dict[str, tuple[int, ...]]) -> None:
+def new_names(
+    checkpoint: Checkpoint, family: Family, shapes: dict[str, tuple[int, ...]], biases: tuple[str, ...] = ()
+) -> set[str]:
     """
-    Check that the source holds the tensors that its config describes.
+    Names of the tensors that the source has no counterpart of: the gates and, of the `biases` that are turned on, those that
+    the source's config does not have.
+    """
+    added = [_BIASES[name] for name in biases if not checkpoint.config.get(family.config_fields.get(name), False)]
+    projections = ("g_proj.weight", "g_proj.bias", *added)
+    return {name for name in shapes if name.rpartition(".self_attn.")[2] in projections}
+
+
+def new_headers(
+    checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], names: set[str]
+) -> dict[str, TensorHeader]:
+    """Headers of the new tensors; each takes the format of its layer's `q_proj`."""
+    headers = {}
+    for name in names:
+        layer = name.rpartition(".self_attn.")[0]
+        headers[name] = TensorHeader(checkpoint.tensors[f"{layer}.self_attn.q_proj.weight"].dtype, shapes[name])
+    # Wide formats first keeps every tensor aligned to its own width.
+    return dict(sorted(headers.items(), key=lambda item: (-FLOAT_FORMATS[item[1].dtype].itemsize, item[0])))
+
+
+def audit_names_and_shapes(
+    checkpoint: Checkpoint, config, expected: dict[str, tuple[int, ...]], new: set[str]
+) -> None:
+    """
+    Check that the source holds the tensors that its config describes, those that are `new` apart.
 
     Raises:
         `ConversionError`: a tensor is missing, has another shape, or has no place in the model.
     """
     found = {name: header.shape for name, header in checkpoint.tensors.items()}
-    missing = {name for name in expected.keys() - found.keys() if ".g_proj." not in name}
+    missing = expected.keys() - found.keys() - new
     if config.tie_word_embeddings:
         missing -= set(GatedAttentionForCausalLM._tied_weights_keys)
     unexpected = {name for name in found.keys() - expected.keys() if not is_ignored_on_load(name)}

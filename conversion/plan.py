@@ -14,9 +14,10 @@ from .gated_config import (
     IDENTITY_SCALE,
     audit_names_and_shapes,
     family_of,
-    gate_headers,
     gated_config,
     generation_settings,
+    new_headers,
+    new_names,
 )
 from .places import check_places, other_files
 
@@ -66,8 +67,9 @@ class ConversionPlan:
         options: The options.
         config: The gated model's config.
         shard_names: The source's shard name and the name it gets.
-        gate_shard: Name of the new shard.
-        gates: Name and header of each gate tensor, in file order; all zero.
+        new_shard: Name of the new shard.
+        new_tensors: Name and header of each new tensor, in file order; all zero: the gates, and biases that a sink transfer
+            fills.
         copied: The source's other files to copy, as paths relative to the folder.
         generation_config: What to write as generation_config.json, if the source keeps such settings in its config.json.
         notes: What the user should know.
@@ -79,8 +81,8 @@ class ConversionPlan:
     options: ConversionOptions
     config: GatedAttentionConfig
     shard_names: dict[str, str]
-    gate_shard: str
-    gates: dict[str, TensorHeader]
+    new_shard: str
+    new_tensors: dict[str, TensorHeader]
     copied: tuple[Path, ...]
     generation_config: dict | None = None
     notes: tuple[str, ...] = field(default=())
@@ -89,11 +91,11 @@ class ConversionPlan:
     def weight_map(self) -> dict[str, str]:
         """Tensor name to file, for the new index."""
         placed = {name: self.shard_names[shard.name] for shard in self.source.shards for name in shard.tensors}
-        return dict(sorted({**placed, **dict.fromkeys(self.gates, self.gate_shard)}.items()))
+        return dict(sorted({**placed, **dict.fromkeys(self.new_tensors, self.new_shard)}.items()))
 
     @property
-    def gate_bytes(self) -> int:
-        return sum(header.nbytes for header in self.gates.values())
+    def new_bytes(self) -> int:
+        return sum(header.nbytes for header in self.new_tensors.values())
 
     @property
     def source_bytes(self) -> int:
@@ -104,7 +106,7 @@ class ConversionPlan:
         """Bytes that reach the disk: new and copied files, without those that are linked."""
         other = sum((self.source.folder / path).stat().st_size for path in self.copied)
         code = sum(len(content.encode()) for content in bundled_files().values())
-        return self.gate_bytes + other + code + (self.source_bytes if self.options.link == "copy" else 0)
+        return self.new_bytes + other + code + (self.source_bytes if self.options.link == "copy" else 0)
 
     def describe(self) -> str:
         """The plan as text, for `--dry-run` and for the log."""
@@ -114,11 +116,11 @@ class ConversionPlan:
             f"source   {self.source.folder} ({self.family.architecture}, {len(self.source.tensors)} tensors, "
             f"{format_bytes(self.source_bytes)})",
             f"target   {self.target} ({self.config.architectures[0]})",
-            f"gates    {self.options.granularity}, {layers} layers x {heads} heads, {len(self.gates)} tensors, "
-            f"{format_bytes(self.gate_bytes)}, all zero with gate_scale {IDENTITY_SCALE:g}: the gate is exactly 1",
+            f"gates    {self.options.granularity}, {layers} layers x {heads} heads, {len(self.new_tensors)} tensors, "
+            f"{format_bytes(self.new_bytes)}, all zero with gate_scale {IDENTITY_SCALE:g}: the gate is exactly 1",
         ]
         lines += [f"{verb:<9}{old} -> {new}" for old, new in self.shard_names.items()]
-        lines += [f"new      {self.gate_shard}, {INDEX_FILE}, config.json, {', '.join(bundled_files())}"]
+        lines += [f"new      {self.new_shard}, {INDEX_FILE}, config.json, {', '.join(bundled_files())}"]
         if self.generation_config:
             lines.append("new      generation_config.json, with the generation settings of the source's config.json")
         if self.copied:
@@ -147,6 +149,51 @@ def free_bytes(target: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+@dataclass(frozen=True)
+class Reading:
+    """
+    A source, read and found fit for conversion.
+
+    Attributes:
+        checkpoint: What the folder holds.
+        family: Its family.
+        config: Config of its gated twin.
+        new_tensors: As in [`ConversionPlan`].
+    """
+
+    checkpoint: Checkpoint
+    family: Family
+    config: GatedAttentionConfig
+    new_tensors: dict[str, TensorHeader]
+
+
+def read_source(
+    source: Path,
+    granularity: str,
+    gate_bias: bool,
+    biases: tuple[str, ...] = (),
+    gate_scale: float = IDENTITY_SCALE,
+) -> Reading:
+    """
+    Read a source's headers and check that it can be converted; no tensor is read.
+
+    Args:
+        source: Folder of the checkpoint.
+        granularity, gate_bias, gate_scale: Of the gates.
+        biases: `"v_bias"`, `"o_bias"`: biases that the result gets, if the source has none.
+
+    Raises:
+        `ConversionError`: it cannot be converted.
+    """
+    checkpoint = read_checkpoint(source)
+    family = family_of(checkpoint)
+    config, shapes = gated_config(checkpoint, family, granularity, gate_bias, biases)
+    config.gate_scale = gate_scale
+    new = new_names(checkpoint, family, shapes, biases)
+    audit_names_and_shapes(checkpoint, config, shapes, new)
+    return Reading(checkpoint, family, config, new_headers(checkpoint, shapes, new))
+
+
 def plan_conversion(source: Path, target: Path, options: ConversionOptions) -> ConversionPlan:
     """
     Read the source's headers and decide what to write.
@@ -155,11 +202,12 @@ def plan_conversion(source: Path, target: Path, options: ConversionOptions) -> C
         `ConversionError`: the source cannot be converted, or the target is in the way.
     """
     check_places(source, target, options.overwrite)
-    checkpoint = read_checkpoint(source)
-    family = family_of(checkpoint)
-    config, shapes = gated_config(checkpoint, family, options.granularity, options.gate_bias)
-    audit_names_and_shapes(checkpoint, config, shapes)
+    return plan_of(read_source(source, options.granularity, options.gate_bias), target, options)
 
+
+def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> ConversionPlan:
+    """What to write of a source that was read."""
+    checkpoint = reading.checkpoint
     count = len(checkpoint.shards) + 1
     shard_names = {
         shard.name: f"model-{number:05d}-of-{count:05d}.safetensors"
@@ -168,13 +216,13 @@ def plan_conversion(source: Path, target: Path, options: ConversionOptions) -> C
     copied, notes = other_files(checkpoint)
     return ConversionPlan(
         source=checkpoint,
-        family=family,
+        family=reading.family,
         target=target,
         options=options,
-        config=config,
+        config=reading.config,
         shard_names=shard_names,
-        gate_shard=f"model-{count:05d}-of-{count:05d}.safetensors",
-        gates=gate_headers(checkpoint, shapes),
+        new_shard=f"model-{count:05d}-of-{count:05d}.safetensors",
+        new_tensors=reading.new_tensors,
         copied=copied,
         generation_config=generation_settings(checkpoint),
         notes=notes,

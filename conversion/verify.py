@@ -23,7 +23,7 @@ def audit_headers(plan: ConversionPlan, folder: Path) -> None:
         `ConversionError`: they differ.
     """
     written = read_checkpoint(folder)  # refuses what the index and the shards do not agree on
-    expected = plan.source.tensors | plan.gates
+    expected = plan.source.tensors | plan.new_tensors
     if written.tensors != expected:
         different = sorted(
             name

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from ..modeling_gated.bundle import write_code_bundle
@@ -27,13 +28,13 @@ def write_conversion(plan: ConversionPlan, folder: Path) -> None:
             "--link hard, which writes the gates only"
         )
     _place_shards(plan, folder)
-    write_zero_shard(folder / plan.gate_shard, plan.gates)
+    write_zero_shard(folder / plan.new_shard, plan.new_tensors)
     _write_json(
         folder / INDEX_FILE,
         {
             "metadata": {
                 **{key: value for key, value in plan.source.index_metadata.items() if not key.startswith("total_")},
-                "total_size": sum(header.nbytes for header in plan.source.tensors.values()) + plan.gate_bytes,
+                "total_size": sum(header.nbytes for header in plan.source.tensors.values()) + plan.new_bytes,
             },
             "weight_map": plan.weight_map,
         },
@@ -85,6 +86,25 @@ def write_zero_shard(path: Path, tensors: dict[str, TensorHeader]) -> None:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         file.truncate(8 + len(encoded) + end)
+
+
+def overwrite_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """
+    Replace tensors of a safetensors file where they lie; names, shapes and formats stay. Never on a linked file.
+
+    Raises:
+        `ConversionError`: the file has no such tensor, or one of another size.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        for name, tensor in tensors.items():
+            begin, end = header[name]["data_offsets"] if name in header else (0, -1)
+            content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            if end - begin != content.nbytes:
+                raise ConversionError(f"{path} has no tensor {name} of {content.nbytes} bytes")
+            file.seek(8 + length + begin)
+            file.write(content)
 
 
 def _write_json(path: Path, content: dict) -> None:

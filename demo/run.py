@@ -172,7 +172,9 @@ def _convert(source: Path, target: Path) -> dict:
         if link == "hard":
             shutil.rmtree(place)
         else:
-            print(f"gates: {result.plan.config.gate_granularity}, {len(result.plan.gates)} tensors, all zero, scale 2")
+            print(
+                f"gates: {result.plan.config.gate_granularity}, {len(result.plan.new_tensors)} tensors, all zero, scale 2"
+            )
     return report
 
 

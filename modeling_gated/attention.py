@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, eager_attention_forward
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
@@ -49,8 +49,20 @@ class GatedAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.qk_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.qk_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.v_bias)
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.g_proj = gate_projection(config)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.o_bias)
+
+    def project_queries_and_keys(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys before RoPE, of shape `(batch, heads, sequence, head_dim)`, normalised if `qk_norm` says so."""
+        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape)
+        key_states = self.k_proj(hidden_states).view(hidden_shape)
+        if self.config.qk_norm:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
+        return query_states.transpose(1, 2), key_states.transpose(1, 2)
 
     def forward(
         self,
@@ -63,9 +75,8 @@ class GatedAttention(nn.Module):
         input_shape = hidden_states.shape[:-1]  # (batch, sequence)
         hidden_shape = (*input_shape, -1, self.head_dim)
 
+        query_states, key_states = self.project_queries_and_keys(hidden_states)
         # (batch, heads, sequence, head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
 
         cos, sin = position_embeddings

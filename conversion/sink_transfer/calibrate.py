@@ -1,0 +1,184 @@
+"""Runs the calibration tokens through a model, layer by layer, and fits each layer on what the converted ones before it give."""
+
+import math
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ...configuration import GatedAttentionConfig
+from ...modeling_gated.decoder import GatedAttentionDecoderLayer
+from ..checkpoint import FLOAT_FORMATS, Checkpoint
+from .calibration import Calibration
+from .layer_source import LayerSource
+from .layer_transfer import apply_fit, fit_layer, identity_tensors
+from .opened_attention import OpenedAttention, sink_shares
+from .report import LayerReport, TransferReport, TransferSettings
+from .sinks import find_sinks
+
+
+# A layer's sink is left alone if the error of its transfer exceeds so many times the attention that it would move: then what
+# draws attention is no sink in the sense of the identity, and gating it costs more than it brings.
+LARGEST_ERROR = 0.5
+LOSS_ROWS = 1024
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    config: GatedAttentionConfig,
+    calibration: Calibration,
+    *,
+    granularity: str,
+    attention_weight: float,
+    seed: int,
+    text_name: str | None = None,
+    on_layer: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
+    scratch: Path | None = None,
+    device: str | torch.device = "cpu",
+    progress: bool = True,
+) -> TransferReport:
+    """
+    Fit a sink transfer.
+
+    Args:
+        checkpoint (`Checkpoint`): The ungated source.
+        config (`GatedAttentionConfig`): Config of the result.
+        calibration (`Calibration`): The tokens.
+        granularity, attention_weight, seed, text_name: For the report, and see [`TransferOptions`].
+        on_layer (`Callable`, *optional*): Gets each layer's index and the tensors that change in it, by their full names.
+        scratch (`Path`, *optional*): Folder for the hidden states of all calibration tokens; default: memory.
+        device: Where layers run.
+        progress (`bool`): Whether to show a progress bar, on a terminal.
+
+    Returns:
+        [`TransferReport`]
+    """
+    started = time.perf_counter()
+    identity_config = deepcopy(config)
+    identity_config.gate_scale = 2.0  # 2 * sigmoid(0) = 1
+    source = LayerSource(checkpoint, identity_config, device)
+    windows, length = calibration.input_ids.shape
+    held_out = slice(calibration.fitted, None)
+    reports = []
+    with torch.no_grad():
+        position_embeddings = source.position_embeddings(length)
+        before = _states(source.embed(calibration.input_ids), scratch, "before.bin")
+        after = before  # one and the same until a layer is changed
+        bar = tqdm(
+            range(config.num_hidden_layers), desc="Transferring", unit="layer", disable=None if progress else True
+        )
+        for index in bar:
+            layer = source.layer(index)
+            dtype = FLOAT_FORMATS[checkpoint.tensors[f"model.layers.{index}.self_attn.q_proj.weight"].dtype]
+            opened = OpenedAttention(layer, position_embeddings)
+            sinks = find_sinks(opened, before)
+            shares = [sink_shares(opened, before[held_out])]
+            fit, outcome = None, "no sink"
+            if sinks.groups:
+                fit = fit_layer(
+                    opened,
+                    after,
+                    sinks,
+                    calibration.fitted,
+                    attention_weight,
+                    elementwise=granularity == "elementwise",
+                )
+                moved = sinks.attention - fit.sink_attention_left
+                outcome = "transferred" if fit.gates.error <= LARGEST_ERROR * moved else "error"
+            if outcome == "transferred" and after is before:
+                after = _states(before, scratch, "after.bin")
+            activations = [_run(layer, before, position_embeddings, calibration.fitted)]
+            if outcome == "transferred":
+                tensors = apply_fit(layer, fit, dtype)
+                opened = OpenedAttention(layer, position_embeddings)
+            else:
+                tensors = identity_tensors(layer, dtype)
+            if after is not before:
+                shares.append(sink_shares(opened, after[held_out]))
+                activations.append(_run(layer, after, position_embeddings, calibration.fitted))
+            if on_layer is not None:
+                on_layer(index, {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()})
+            reports.append(
+                LayerReport(
+                    layer_idx=index,
+                    outcome=outcome,
+                    sinks=[asdict(group) for group in sinks.groups],
+                    strengths=fit.strengths.tolist() if outcome == "transferred" else None,
+                    error=fit.gates.error if fit else None,
+                    r2=fit.r2.tolist() if outcome == "transferred" else None,
+                    # Where no layer was changed yet, after is before.
+                    f_attn=(shares[0].first.mean().item(), shares[-1].first.mean().item()),
+                    largest_key_share=(shares[0].largest.mean().item(), shares[-1].largest.mean().item()),
+                    m_act=(activations[0], activations[-1]),
+                )
+            )
+        head = source.head()
+        perplexity = tuple(
+            _perplexity(head, states[held_out], calibration.input_ids[held_out], source.device)
+            for states in (before, after)
+        )
+    return TransferReport(
+        settings=TransferSettings(
+            source=checkpoint.folder.resolve().name,
+            dtype=str(config.dtype).removeprefix("torch."),
+            granularity=granularity,
+            text=text_name,
+            tokens=windows * length,
+            length=length,
+            held_out_tokens=calibration.held_out * length,
+            bos_windows=int(calibration.bos.sum()),
+            windows=windows,
+            seed=seed,
+            attention_weight=attention_weight,
+            versions={name: metadata.version(name) for name in ("gated-attention", "torch", "transformers")},
+        ),
+        layers=reports,
+        perplexity=perplexity,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def perplexity_of(source: LayerSource, input_ids: torch.Tensor) -> float:
+    """Perplexity of a checkpoint on windows `(windows, length)`, one layer in memory at a time."""
+    with torch.no_grad():
+        states = source.embed(input_ids).clone()
+        position_embeddings = source.position_embeddings(input_ids.shape[1])
+        for index in range(source.config.num_hidden_layers):
+            _run(source.layer(index), states, position_embeddings, fitted=0)
+        return _perplexity(source.head(), states, input_ids, source.device)
+
+
+def _states(values: torch.Tensor, scratch: Path | None, name: str) -> torch.Tensor:
+    """A copy of hidden states in memory, or in a file that the system pages in and out."""
+    if scratch is None:
+        return values.clone()
+    states = torch.from_file(str(scratch / name), shared=True, size=values.numel(), dtype=values.dtype)
+    return states.view(values.shape).copy_(values)
+
+
+def _run(layer: GatedAttentionDecoderLayer, states: torch.Tensor, position_embeddings, fitted: int) -> float:
+    """Take `states` through a layer, in place, window by window; returns the largest |state| of the held-out windows."""
+    largest = 0.0
+    for number, window in enumerate(states):
+        output = layer(window[None].to(position_embeddings[0].device), position_embeddings=position_embeddings)[0]
+        window.copy_(output)
+        if number >= fitted:
+            largest = max(largest, output.abs().max().item())
+    return largest
+
+
+def _perplexity(head: nn.Module, states: torch.Tensor, input_ids: torch.Tensor, device: torch.device) -> float:
+    total, count = 0.0, 0
+    for window, tokens in zip(states, input_ids, strict=True):
+        for begin in range(0, len(tokens) - 1, LOSS_ROWS):
+            end = min(begin + LOSS_ROWS, len(tokens) - 1)
+            targets = tokens[begin + 1 : end + 1].to(device)
+            loss = nn.functional.cross_entropy(head(window[begin:end].to(device)), targets, reduction="sum")
+            total, count = total + loss.item(), count + end - begin
+    return math.exp(total / count)

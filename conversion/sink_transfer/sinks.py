@@ -1,0 +1,98 @@
+"""
+Finds the attention sinks of a layer in its data.
+
+A sink is a kind of token that many queries look at although it says little: rare, much attended, and always in about the same
+state. The first token is one in most models, whatever token it is; in some layers others join it (delimiters, or a frequent
+word), which share its state there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import normalize
+
+from .opened_attention import OpenedAttention
+
+
+# Cosine to the leader's state from which a token counts as being in the same state. The cosines are bimodal where a sink is.
+SAME_STATE = 0.8
+# What a group of tokens must take of the layer's attention, and what it may make up of the tokens.
+LEAST_ATTENTION = 0.05
+LARGEST_SHARE_OF_TOKENS = 0.03
+MOST_GROUPS = 3
+
+
+@dataclass
+class SinkGroup:
+    """
+    Tokens in the same state that draw attention.
+
+    Attributes:
+        attention: Share of the layer's attention that they get, averaged over heads.
+        tokens_per_window: How many there are in a window.
+        first_token_share: Share of the windows whose first token is one of them.
+    """
+
+    attention: float
+    tokens_per_window: float
+    first_token_share: float
+
+
+@dataclass
+class Sinks:
+    """
+    The sinks of a layer.
+
+    Attributes:
+        mask: `(windows, length)`: the tokens that are sinks.
+        weights: `(windows, length)`: how much of the attention on sinks each gets; sums to 1.
+        groups: What they are, the greatest first; empty if the layer has no sink.
+    """
+
+    mask: torch.Tensor
+    weights: torch.Tensor
+    groups: list[SinkGroup]
+
+    @property
+    def attention(self) -> float:
+        """Share of the layer's attention that goes to sinks."""
+        return sum(group.attention for group in self.groups)
+
+
+def find_sinks(opened: OpenedAttention, hidden_states: torch.Tensor) -> Sinks:
+    """
+    Find the sinks of a layer.
+
+    Args:
+        opened (`OpenedAttention`): The layer's attention.
+        hidden_states (`torch.Tensor` of shape `(windows, length, hidden_size)`): What the layer gets.
+
+    Returns:
+        [`Sinks`]
+    """
+    windows, length, _ = hidden_states.shape
+    received, states = [], []
+    for window in hidden_states:
+        projections = opened.project(window.to(opened.cos.device))
+        total = torch.zeros(length, device=opened.cos.device)
+        for _, probabilities in opened.probabilities(projections.query, projections.key):
+            # What a token gives to itself makes it no sink; the first has nobody else to look at.
+            total += probabilities.sum((0, 1)) - probabilities.diagonal(dim1=1, dim2=2).sum(0)
+        received.append(total / (len(projections.query) * (length - 1)))
+        states.append(normalize(projections.inputs, dim=-1).cpu())
+    received, states = torch.stack(received).cpu(), torch.stack(states)
+
+    mask = torch.zeros(windows, length, dtype=torch.bool)
+    groups = []
+    while len(groups) < MOST_GROUPS:
+        leaders = received.masked_fill(mask, 0).flatten().topk(max(4, windows // 4)).indices
+        # The median keeps out a stray token among the leaders.
+        leader = normalize(states.flatten(0, 1)[leaders].median(0).values, dim=-1)
+        members = (states @ leader > SAME_STATE) & ~mask
+        attention = received[members].sum().item() / windows
+        if attention < LEAST_ATTENTION or members.float().mean() > LARGEST_SHARE_OF_TOKENS:
+            break
+        groups.append(SinkGroup(attention, members.float().sum(1).mean().item(), members[:, 0].float().mean().item()))
+        mask |= members
+    weights = received * mask
+    return Sinks(mask, weights / weights.sum().clamp(min=1e-12), groups)

@@ -1,0 +1,239 @@
+"""The calibrated conversion: gates that do the work of the attention sink from the first step."""
+
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from ...configuration import GatedAttentionConfig
+from ..checkpoint import FLOAT_FORMATS, Checkpoint, read_checkpoint
+from ..errors import ConversionError
+from ..places import check_places, check_reserved_names
+from ..plan import ConversionOptions, ConversionPlan, Reading, plan_of, read_source
+from ..staging import exclusive, staged_folder
+from ..verify import audit_headers
+from ..write import overwrite_tensors, write_conversion
+from .calibrate import calibrate, perplexity_of
+from .calibration import Calibration, calibration_windows
+from .layer_source import LayerSource
+from .report import TransferReport
+
+
+REPORT_FILE = "sink_transfer.json"
+# Layers that are read back compute what they computed during the calibration, up to the order of sums.
+READ_BACK_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """
+    How sinks are transferred; one object serves the functions and the command line.
+
+    Attributes:
+        granularity: `"headwise"` (one gate a head) or `"elementwise"` (one gate a channel of a head).
+        tokens: Calibration tokens.
+        length: Tokens in a calibration window. How much of the attention a sink gets depends on the position, so windows should
+            be about as long as the texts that the model will see.
+        test_tokens: Tokens at the end of the text that are kept out of the calibration, for a test.
+        bos_share: Share of the windows that begin with BOS; the others begin within the text.
+        attention_weight: What attention that is left on sinks costs against error. Larger: less sink, more error.
+        seed: For the choice of windows.
+        on_disk: Whether the hidden states of the calibration tokens (twice `tokens * hidden_size` float32 numbers) lie in a
+            temporary file instead of memory.
+        device: Where layers run.
+        overwrite: Whether a model folder at the target is replaced, as a whole.
+    """
+
+    granularity: str = "headwise"
+    tokens: int = 32768
+    length: int = 512
+    test_tokens: int = 0
+    bos_share: float = 0.75
+    attention_weight: float = 0.1
+    seed: int = 0
+    on_disk: bool = False
+    device: str = "cpu"
+    overwrite: bool = False
+
+    def __post_init__(self):
+        if self.granularity not in ("headwise", "elementwise"):
+            raise ConversionError(f"`granularity` must be 'headwise' or 'elementwise', got {self.granularity!r}")
+        if not self.attention_weight >= 0:
+            raise ConversionError(f"`attention_weight` must not be negative, got {self.attention_weight}")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConversionError(f"the device {self.device!r} cannot be used: {error}") from error
+
+
+def transfer_sinks(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    text: str,
+    options: TransferOptions | None = None,
+    *,
+    text_name: str | None = None,
+    progress: bool = True,
+    **fields,
+) -> TransferReport:
+    """
+    Make a gated checkpoint in which gates do what the source's attention sinks do.
+
+    Attention with a sink is gated attention without one (see `docs/sink-transfer.md`): the sink's value goes into biases, its
+    key is turned away, and the gates are fitted to what the sink let through. Layers without a sink get identity gates.
+    The result is a plain gated model, a little worse than the source until it is trained, with little attention left on any
+    single token. The folder appears under its name only when it is complete; it holds the report as `sink_transfer.json`.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder of a checkpoint of a supported family, with its tokenizer. Never written to.
+        target (`str` or `os.PathLike`): Folder to make.
+        text (`str`): Text to calibrate on, of the kind the model is for.
+        options (`TransferOptions`, *optional*): How; or give its fields as keywords.
+        text_name (`str`, *optional*): Name of the text, for the report.
+        progress (`bool`): Whether to show a progress bar, on a terminal.
+
+    Returns:
+        [`TransferReport`]
+
+    Raises:
+        [`ConversionError`]: the source cannot be converted, has no sink, or the text is too short. Nothing is left at `target`
+        then, and what was there before is untouched.
+    """
+    options = _options(options, fields)
+    source, target = Path(source), Path(os.path.abspath(target))
+    check_reserved_names(source, target)
+    with exclusive(target):
+        check_places(source, target, options.overwrite)
+        reading = _read(source, options)
+        calibration = _calibration(source, text, options)
+        plan = plan_of(
+            reading,
+            target,
+            ConversionOptions(options.granularity, gate_bias=True, verify="headers", overwrite=options.overwrite),
+        )
+        with staged_folder(target) as folder:
+            write_conversion(plan, folder)
+            report = _calibrate(
+                reading,
+                calibration,
+                options,
+                text_name,
+                progress,
+                on_layer=lambda index, tensors: _write_layer(plan, folder, tensors),
+            )
+            if not report.transferred:
+                raise ConversionError(f"nothing to transfer in {source}: {report.verdict}")
+            audit_headers(plan, folder)
+            _check_read_back(folder, plan.config, calibration, report, options.device)
+            report.save(folder / REPORT_FILE)
+    return report
+
+
+def predict_transfer(
+    source: str | os.PathLike,
+    text: str,
+    options: TransferOptions | None = None,
+    *,
+    text_name: str | None = None,
+    progress: bool = True,
+    **fields,
+) -> TransferReport:
+    """
+    What [`transfer_sinks`] would do and give, judged on held-out tokens; nothing is written.
+
+    Args and errors as there; a source without a sink is no error here.
+    """
+    options = _options(options, fields)
+    reading = _read(Path(source), options)
+    return _calibrate(reading, _calibration(Path(source), text, options), options, text_name, progress)
+
+
+def _options(options: TransferOptions | None, fields: dict) -> TransferOptions:
+    if options is not None and fields:
+        raise TypeError(f"give `options` or its fields as keywords, not both: got options and {sorted(fields)}")
+    return options or TransferOptions(**fields)
+
+
+def _read(source: Path, options: TransferOptions) -> Reading:
+    checkpoint = read_checkpoint(source)
+    _refuse_other_attention(checkpoint)
+    return read_source(source, options.granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
+
+
+def _refuse_other_attention(checkpoint: Checkpoint) -> None:
+    """Families where there is nothing to transfer get a better reason than that they are not supported."""
+    learned = sorted(name for name in checkpoint.tensors if name.endswith((".sinks", ".attention_sink_bias")))
+    if learned:
+        raise ConversionError(
+            f"{checkpoint.folder} has learned sinks of its own ({learned[0]}): its attention can go nowhere without a token "
+            "that it rests on, so there is no sink to transfer"
+        )
+    linear = "linear_attention" in (checkpoint.config.get("layer_types") or ())
+    if linear or checkpoint.config.get("model_type") in ("mamba", "mamba2", "rwkv"):
+        raise ConversionError(
+            f"{checkpoint.folder / 'config.json'}: {checkpoint.config.get('model_type')} has layers of linear attention or "
+            "recurrence, which have no attention sink; the transfer is for models of full softmax attention"
+        )
+
+
+def _calibration(source: Path, text: str, options: TransferOptions) -> Calibration:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConversionError(
+            f"{source} has no tokenizer that can be loaded, which the calibration needs: {error}"
+        ) from error
+    return calibration_windows(
+        tokenizer, text, options.tokens, options.length, options.test_tokens, options.bos_share, options.seed
+    )
+
+
+def _calibrate(reading: Reading, calibration, options, text_name, progress, on_layer=None) -> TransferReport:
+    with ExitStack() as cleanup:
+        scratch = None
+        if options.on_disk:
+            scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="gated_attention-")))
+        return calibrate(
+            reading.checkpoint,
+            reading.config,
+            calibration,
+            granularity=options.granularity,
+            attention_weight=options.attention_weight,
+            seed=options.seed,
+            text_name=text_name,
+            on_layer=on_layer,
+            scratch=scratch,
+            device=options.device,
+            progress=progress,
+        )
+
+
+def _write_layer(plan: ConversionPlan, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Put a layer's tensors in the place of the source's, or of the zeros that were written for them."""
+    headers = plan.source.tensors | plan.new_tensors
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        files.setdefault(plan.weight_map[name], {})[name] = tensor.to(FLOAT_FORMATS[headers[name].dtype])
+    for file, content in files.items():
+        overwrite_tensors(folder / file, content)
+
+
+def _check_read_back(
+    folder: Path, config: GatedAttentionConfig, calibration: Calibration, report: TransferReport, device: str
+) -> None:
+    """
+    Run the held-out windows through what was written.
+
+    Raises:
+        `ConversionError`: it is not the model that was fitted.
+    """
+    found = perplexity_of(LayerSource(read_checkpoint(folder), config, device), calibration.held_out_ids)
+    if not abs(found / report.perplexity[1] - 1) <= READ_BACK_TOLERANCE:
+        raise ConversionError(
+            f"what was written has a perplexity of {found:.4f} where {report.perplexity[1]:.4f} was fitted; nothing was kept. "
+            "Please report this with the source's config.json"
+        )
