@@ -26,7 +26,10 @@ _EXPORTS = {
     "GatedAttentionModel": "modeling_gated",
     "GatedAttentionPreTrainedModel": "modeling_gated",
     "ConversionOptions": "conversion",
+    "TransferOptions": "conversion",
     "convert_checkpoint": "conversion",
+    "predict_transfer": "conversion",
+    "transfer_sinks": "conversion",
     "inspect_model": "diagnostics",
     "inspect_text": "diagnostics",
 }

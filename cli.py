@@ -83,6 +83,68 @@ _TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run
 
 
 @app.command()
+def transfer(
+    source: Annotated[str, typer.Argument(help="Folder of the checkpoint, never written to; or demo-model.")],
+    target: Annotated[Path | None, typer.Argument(help="Folder to make.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text file of the kind the model is for; default: Python's own help pages.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 32768,
+    length: Annotated[int, typer.Option(help="Tokens in a window: about as long as the texts to come.")] = 512,
+    granularity: Annotated[
+        Literal["headwise", "elementwise"], typer.Option(help="One gate a head, or one a channel of a head.")
+    ] = "headwise",
+    attention_weight: Annotated[
+        float, typer.Option(help="Cost of attention left on sinks. More: less sink, more error.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(help="For the choice of windows.")] = 0,
+    test: Annotated[
+        list[Path] | None, typer.Option(help="Text file of another kind to show the result on; may be repeated.")
+    ] = None,
+    test_tokens: Annotated[
+        int, typer.Option(help="Tokens to show the result on: the calibration text's end, and each --test; 0: none.")
+    ] = 8192,
+    dtype: _Dtype = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...: where layers run.")] = "cpu",
+    on_disk: Annotated[bool, typer.Option("--on-disk", help="Keep the tokens' hidden states in a file.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Predict the result and write nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for figures, inspections and the report.")] = None,
+) -> None:
+    """Add gates that do the work of the attention sink, fitted on a text; or predict how well that would go."""
+    from .conversion import ConversionError
+    from .conversion.sink_transfer import TransferOptions
+    from .conversion.sink_transfer.command import TestOptions, run_transfer
+    from .diagnostics import InspectionError
+
+    try:
+        options = TransferOptions(
+            granularity=granularity,
+            tokens=tokens,
+            length=length,
+            test_tokens=test_tokens,
+            attention_weight=attention_weight,
+            seed=seed,
+            on_disk=on_disk,
+            device=device,
+            overwrite=overwrite,
+        )
+        run_transfer(
+            Path(_with_demo_model([source])[0]),
+            target,
+            calibration,
+            options,
+            TestOptions(tuple(test or ()), dtype, out),
+            report_only=report_only,
+            echo=typer.echo,
+        )
+    except (ConversionError, InspectionError, OSError) as error:
+        _fail(error)
+
+
+@app.command()
 def inspect(
     models: _Models,
     text: _Text = None,

@@ -4,6 +4,7 @@ from .convert import ConversionResult, convert_checkpoint
 from .errors import ConversionError
 from .families import FAMILIES, Family
 from .plan import ConversionOptions, ConversionPlan, plan_conversion
+from .sink_transfer import TransferOptions, TransferReport, predict_transfer, transfer_sinks
 
 
 __all__ = [
@@ -13,6 +14,10 @@ __all__ = [
     "ConversionPlan",
     "ConversionResult",
     "Family",
+    "TransferOptions",
+    "TransferReport",
     "convert_checkpoint",
     "plan_conversion",
+    "predict_transfer",
+    "transfer_sinks",
 ]

@@ -36,7 +36,7 @@ def convert_checkpoint(
     `gate_scale = 2`, so that each is `2 * sigmoid(0) = 1`. The folder appears under its name only after it was verified.
 
     Args:
-        source (`str` or `os.PathLike`): Folder of a Llama-type checkpoint in safetensors format. Never written to.
+        source (`str` or `os.PathLike`): Folder of a Llama, Mistral or Qwen3 checkpoint in safetensors format. Never written to.
         target (`str` or `os.PathLike`): Folder to make.
         options (`ConversionOptions`, *optional*): How; or give its fields as keywords (`granularity="elementwise"`).
 

@@ -5,7 +5,16 @@ import os
 
 import pytest
 import torch
-from conftest import TINY_SHAPE, logits_of, save_source, tiny_input_ids, tiny_llama, tiny_tokenizer, tree_hashes
+from conftest import (
+    TINY_SHAPE,
+    logits_of,
+    randomise,
+    save_source,
+    tiny_input_ids,
+    tiny_llama,
+    tiny_tokenizer,
+    tree_hashes,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
@@ -16,7 +25,7 @@ from gated_attention.conversion import ConversionOptions, plan_conversion
 
 def assert_same_function(source, target, dtype="auto"):
     for backend in ("eager", "sdpa"):
-        expected = LlamaForCausalLM.from_pretrained(source, attn_implementation=backend, dtype=dtype)
+        expected = AutoModelForCausalLM.from_pretrained(source, attn_implementation=backend, dtype=dtype)
         model = AutoModelForCausalLM.from_pretrained(target, attn_implementation=backend, dtype=dtype)
         assert type(model) is GatedAttentionForCausalLM
         assert model.dtype == expected.dtype
@@ -113,6 +122,24 @@ def test_llama_options(tmp_path, target, overrides):
     expected = LlamaForCausalLM.from_pretrained(source)
     assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == expected.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("qwen3", {}),
+        ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ],
+    ids=["mistral", "qwen3", "qwen3_biases_tied"],
+)
+def test_other_families(tmp_path, target, model_type, overrides, dtype):
+    config = AutoConfig.for_model(model_type, **TINY_SHAPE, **overrides)
+    source = save_source(tmp_path / "source", randomise(AutoModelForCausalLM.from_config(config)), dtype=dtype)
+    convert_checkpoint(source, target)
+    model = assert_same_function(source, target)
+    assert model.config.qk_norm == (model_type == "qwen3")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ def assert_refused(source, target, *words, **options):
     assert tree_hashes(source.parent) == before
 
 
+def sliding_window(source):
+    edit_config(source, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4)
+
+
 def unsupported_model_type(source):
     edit_config(source, model_type="gpt2", architectures=["GPT2LMHeadModel"])
 
@@ -160,7 +164,8 @@ def adapter_beside_the_weights(source):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (unsupported_model_type, ["config.json", "model_type 'gpt2'", "supported: llama"]),
+        (sliding_window, ["config.json", "sliding_window 4", "full attention"]),
+        (unsupported_model_type, ["config.json", "model_type 'gpt2'", "supported: llama, mistral, qwen3"]),
         (another_head, ["architectures", "LlamaForCausalLM", "LlamaForSequenceClassification"]),
         (already_gated_config, ["already has gates", "gated_attention"]),
         (already_gated_tensors, ["already has gates", r"layers\.0\.self_attn\.g_proj\.weight"]),

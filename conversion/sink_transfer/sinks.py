@@ -16,9 +16,12 @@ from .opened_attention import OpenedAttention
 
 # Cosine to the leader's state from which a token counts as being in the same state. The cosines are bimodal where a sink is.
 SAME_STATE = 0.8
-# What a group of tokens must take of the layer's attention, and what it may make up of the tokens.
+# What a group of tokens must take of the layer's attention: a share, and so many times what it would get if queries looked
+# at all tokens alike. What it may make up of a window: a share of the tokens, or a token or two of a short one.
 LEAST_ATTENTION = 0.05
+LEAST_EXCESS = 2.0
 LARGEST_SHARE_OF_TOKENS = 0.03
+LEAST_TOKENS = 1.5
 MOST_GROUPS = 3
 
 
@@ -81,6 +84,10 @@ def find_sinks(opened: OpenedAttention, hidden_states: torch.Tensor) -> Sinks:
         received.append(total / (len(projections.query) * (length - 1)))
         states.append(normalize(projections.inputs, dim=-1).cpu())
     received, states = torch.stack(received).cpu(), torch.stack(states)
+    # What each token would receive from the queries after it if they looked at all alike.
+    alike = (1 / torch.arange(2, length + 1)).flip(0).cumsum(0).flip(0) / (length - 1)
+    alike = torch.nn.functional.pad(alike, (0, 1)).expand(windows, -1)
+    most_tokens = max(LARGEST_SHARE_OF_TOKENS * length, LEAST_TOKENS)
 
     mask = torch.zeros(windows, length, dtype=torch.bool)
     groups = []
@@ -90,7 +97,8 @@ def find_sinks(opened: OpenedAttention, hidden_states: torch.Tensor) -> Sinks:
         leader = normalize(states.flatten(0, 1)[leaders].median(0).values, dim=-1)
         members = (states @ leader > SAME_STATE) & ~mask
         attention = received[members].sum().item() / windows
-        if attention < LEAST_ATTENTION or members.float().mean() > LARGEST_SHARE_OF_TOKENS:
+        least = max(LEAST_ATTENTION, LEAST_EXCESS * alike[members].sum().item() / windows)
+        if attention < least or members.sum() > most_tokens * windows:
             break
         groups.append(SinkGroup(attention, members.float().sum(1).mean().item(), members[:, 0].float().mean().item()))
         mask |= members

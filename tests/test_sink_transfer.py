@@ -1,0 +1,420 @@
+"""Sinks move into the gates: exactly where the identity holds, with a report, and without a trace where they cannot."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import (
+    TINY_SHAPE,
+    WITHOUT_PACKAGE,
+    logits_of,
+    randomise,
+    save_source,
+    tiny_gated,
+    tiny_llama,
+    tiny_tokenizer,
+    tree_hashes,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from gated_attention import (
+    GatedAttentionForCausalLM,
+    convert_checkpoint,
+    inspect_model,
+    predict_transfer,
+    transfer_sinks,
+)
+from gated_attention.conversion import ConversionError, TransferOptions, TransferReport
+from gated_attention.conversion.plan import read_source
+from gated_attention.conversion.sink_transfer.calibrate import calibrate
+from gated_attention.conversion.sink_transfer.calibration import Calibration
+from gated_attention.conversion.sink_transfer.opened_attention import OpenedAttention
+
+
+BOS = 1
+HEAD_DIM, HEADS, KEY_VALUE_HEADS, CONTENT = 16, 4, 2, 14
+SHAPE = {
+    "vocab_size": TINY_SHAPE["vocab_size"],
+    "hidden_size": 2 + CONTENT,
+    "intermediate_size": 8,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_VALUE_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 128,
+    "bos_token_id": BOS,
+    "eos_token_id": 2,
+    # The slowest pair of channels does not turn: the sink is seen alike from everywhere.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e15},
+}
+TEXT = "the gate opens and the sink closes attention to the first token " * 400
+
+
+def planted_sink(family: str = "llama", layers: int = 1, seed: int = 0):
+    """
+    A model in which the identity holds exactly and the gate's logit is linear in the layer's input.
+
+    Channel 0 marks BOS, channel 1 the other tokens, the rest is what a token says. Each token looks at itself, with a large
+    logit, and at BOS, with a logit that is linear in its input; in the model's norm all tokens have the same length.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator)
+
+    kind, config = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}[family]
+    model = randomise(kind(config(**SHAPE, num_hidden_layers=layers)), seed)
+    content = torch.nn.functional.normalize(noise(SHAPE["vocab_size"], CONTENT), dim=-1)
+    embedding = torch.cat([torch.zeros(len(content), 1), torch.ones(len(content), 1), content], dim=1)
+    embedding[BOS] = 0
+    embedding[BOS, 0] = 2**0.5
+    look = [channel for channel in range(HEAD_DIM) if channel not in (7, 15)]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(embedding)
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            layer.input_layernorm.weight.fill_(1.0)
+            layer.mlp.down_proj.weight.zero_()
+            attention.o_proj.weight.zero_()  # but for the last layer, so that each layer sees the embedding
+            query, key = torch.zeros(HEADS, HEAD_DIM, SHAPE["hidden_size"]), torch.zeros(KEY_VALUE_HEADS, HEAD_DIM, 16)
+            for head in range(KEY_VALUE_HEADS):
+                key[head, look, 2:] = torch.linalg.qr(noise(CONTENT, CONTENT)).Q
+                key[head, 7, 0] = 1.0
+            # Logits with |x|^2 = 8: 8 * strength / 4 on itself, and about as much on BOS.
+            strength, small = 50.0, 1e-3 if family == "qwen3" else 1.0
+            for head in range(HEADS):
+                query[head, look] = strength * key[head // 2, look]
+                query[head, 7, 1] = small * strength / 2**0.5
+                query[head, 7, 2:] = small * noise(CONTENT)
+            attention.q_proj.weight.copy_(query.flatten(0, 1))
+            attention.k_proj.weight.copy_(key.flatten(0, 1))
+            if family == "qwen3":
+                # Keys come out with length 4, queries with length 4 and the sink's channel magnified back.
+                attention.k_norm.weight.fill_(1.0)
+                attention.q_norm.weight.fill_(strength / 4)
+                attention.q_norm.weight[7] = strength / 4 / small * 2**0.5
+        model.model.layers[-1].self_attn.o_proj.weight.copy_(noise(SHAPE["hidden_size"], HEADS * HEAD_DIM) * 0.2)
+    return model.eval()
+
+
+def distinct_windows(count: int, length: int = 32, seed: int = 0) -> torch.Tensor:
+    """Windows that begin with BOS and hold no other token twice."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [3 + torch.randperm(SHAPE["vocab_size"] - 3, generator=generator)[: length - 1] for _ in range(count)]
+    return torch.cat([torch.full((count, 1), BOS), torch.stack(rows)], dim=1)
+
+
+def fit_and_load(source, windows: torch.Tensor, held_out: int) -> tuple[TransferReport, GatedAttentionForCausalLM]:
+    """Calibrate on given windows, and the model that comes of it."""
+    reading = read_source(source, "headwise", gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
+    changed = {}
+    report = calibrate(
+        reading.checkpoint,
+        reading.config,
+        Calibration(windows, held_out, torch.ones(len(windows), dtype=torch.bool), windows[:0]),
+        granularity="headwise",
+        attention_weight=0.1,
+        seed=0,
+        on_layer=lambda index, tensors: changed.update(tensors),
+        progress=False,
+    )
+    model = GatedAttentionForCausalLM(reading.config).eval()
+    state = dict.fromkeys(model.state_dict())
+    original = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: changed.get(name, original.get(name, zeros[name])) for name in state})
+    return report, model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_identity_on_random_models(family):
+    """Attention with a sink is gated attention without one, for every head and query, whatever the weights are."""
+    model = tiny_gated(qk_norm=family == "qwen3", v_bias=True).double()
+    layer, length = model.model.layers[1], 24
+    position_embeddings = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(length)[None])
+    opened = OpenedAttention(layer, tuple(part.double() for part in position_embeddings))
+    hidden_states = torch.randn(length, TINY_SHAPE["hidden_size"], generator=torch.Generator().manual_seed(3)).double()
+    with torch.no_grad():
+        projections = opened.project(hidden_states)
+        for heads, probabilities in opened.probabilities(projections.query, projections.key):
+            values = projections.value[heads.start // opened.group]
+            for head in range(opened.group):
+                for query in range(1, length):
+                    attention = probabilities[head, query, : query + 1]
+                    expected = sum(attention[key] * values[key] for key in range(query + 1))
+                    gate = 1 - attention[0]
+                    others = attention[1:] / attention[1:].sum()
+                    without = sum(others[key - 1] * (values[key] - values[0]) for key in range(1, query + 1))
+                    assert torch.allclose(gate * without + values[0], expected, rtol=0, atol=1e-6)
+
+
+def test_opened_attention_is_the_layers_own():
+    """What is fitted is what the layer computes: heads, groups, norms, RoPE and biases are where the model has them."""
+    model = tiny_gated(qk_norm=True, qk_bias=True, v_bias=True, gate_scale=2.0)
+    layer = model.model.layers[1]
+    torch.nn.init.zeros_(layer.self_attn.g_proj.weight)  # the gates are exactly 1
+    hidden_states = torch.randn(1, 20, TINY_SHAPE["hidden_size"], generator=torch.Generator().manual_seed(3))
+    position_embeddings = model.model.rotary_emb(hidden_states, torch.arange(20)[None])
+    opened = OpenedAttention(layer, position_embeddings)
+    with torch.no_grad():
+        expected, _ = layer.self_attn(layer.input_layernorm(hidden_states), position_embeddings)
+        projections = opened.project(hidden_states[0])
+        found = sum(
+            opened.to_residual(probabilities @ projections.value[number], heads).sum(0)
+            for number, (heads, probabilities) in enumerate(opened.probabilities(projections.query, projections.key))
+        )
+    assert torch.allclose(found, expected[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_planted_sink_is_transferred_exactly(tmp_path, family):
+    model = planted_sink(family)
+    source = save_source(tmp_path / "source", model)
+    windows = distinct_windows(64)
+    before = inspect_model(model, [{"input_ids": windows[-8:]}])
+    assert before.f_attn > 0.3
+    report, transferred = fit_and_load(source, windows, held_out=8)
+    assert report.transferred == [0]
+    assert all(layer.sinks[0]["tokens_per_window"] == 1 for layer in report.layers)
+    assert min(min(layer.r2) for layer in report.layers) > 0.9999
+    after = inspect_model(transferred, [{"input_ids": windows[-8:]}])
+    assert after.f_attn < 1e-3
+    fresh = distinct_windows(8, seed=9)
+    expected, found = logits_of(model, fresh), logits_of(transferred, fresh)
+    # The gates are fitted in float32 by an iteration that stops: they are not exact to the last bit.
+    assert (found - expected).abs().max() < 2e-3 * expected.abs().max()
+    gates = [gate for layer in after.layers for gate in layer.gate.mean]
+    assert min(gates) > 0.2 and max(gates) < 0.8
+
+
+@pytest.fixture
+def planted_source(tmp_path):
+    return save_source(tmp_path / "source", planted_sink())
+
+
+SMALL = {"tokens": 1024, "length": 32, "progress": False}
+
+
+def test_checkpoint_saves_loads_and_carries_its_code(planted_source, target, tmp_path):
+    before = tree_hashes(planted_source)
+    report = transfer_sinks(planted_source, target, TEXT, text_name="some text", **SMALL)
+    assert tree_hashes(planted_source) == before
+    assert report.transferred == [0]
+    assert TransferReport.load(target / "sink_transfer.json") == report
+    assert not list(tmp_path.glob(".target*"))
+
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert type(model) is GatedAttentionForCausalLM
+    assert model.config.gate_scale == 1.0
+    # A plain gated model: every projection has what stock layouts with one switch for biases have.
+    assert (model.config.v_bias, model.config.o_bias, model.config.gate_bias) == (True, True, True)
+    windows = distinct_windows(2, seed=5)
+    expected = logits_of(model, windows)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), windows), expected)
+
+    torch.save((windows, expected), tmp_path / "expected.pt")
+    script = WITHOUT_PACKAGE + (
+        f"windows, expected = torch.load({str(tmp_path / 'expected.pt')!r})\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(target)!r}, trust_remote_code=True)\n"
+        "assert torch.equal(model(windows, use_cache=False).logits, expected)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+
+
+def test_same_seed_gives_the_same_checkpoint(planted_source, tmp_path):
+    """Also with the states on disk."""
+    states = []
+    for name, on_disk in (("one", False), ("two", True)):
+        transfer_sinks(planted_source, tmp_path / name, TEXT, on_disk=on_disk, **SMALL)
+        states.append(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("granularity", ["headwise", "elementwise"])
+def test_layer_without_a_sink_stays_as_it_is(tmp_path, target, granularity):
+    """Where no token draws attention, the gates are the identity, exactly."""
+    model = planted_sink(layers=2)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[:, 0] = 0  # BOS has a key like any other
+        model.model.layers[0].self_attn.q_proj.weight.mul_(0.1)  # and every token looks about
+    source = save_source(tmp_path / "source", model)
+    report = transfer_sinks(source, target, TEXT, granularity=granularity, **SMALL)
+    assert [layer.outcome for layer in report.layers] == ["no sink", "transferred"]
+    found = AutoModelForCausalLM.from_pretrained(target).model.layers[0].self_attn
+    assert torch.count_nonzero(found.g_proj.weight) == 0 and torch.count_nonzero(found.v_proj.bias) == 0
+    assert torch.equal(found.o_proj.weight, 2 * model.model.layers[0].self_attn.o_proj.weight)
+    assert torch.equal(found.k_proj.weight, model.model.layers[0].self_attn.k_proj.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_format_of_the_weights_is_kept(tmp_path, target, dtype):
+    source = save_source(tmp_path / "source", planted_sink(), dtype=dtype, sharded=True)
+    report = transfer_sinks(source, target, TEXT, **SMALL)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    assert model.dtype == dtype
+    assert report.perplexity_ratio < 1.05
+
+
+def test_source_with_biases_of_its_own(tmp_path, target):
+    """The biases that a Llama with `attention_bias` has are added to, not replaced."""
+    planted = planted_sink()
+    model = randomise(LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=1, attention_bias=True)))
+    model.load_state_dict(planted.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias.zero_()
+            layer.self_attn.k_proj.bias.zero_()
+    source = save_source(tmp_path / "source", model)
+    windows = distinct_windows(64)
+    _, transferred = fit_and_load(source, windows, held_out=8)
+    expected, found = logits_of(model, windows[-4:]), logits_of(transferred, windows[-4:])
+    assert (found - expected).abs().max() < 5e-3 * expected.abs().max()
+
+
+def test_report_only_writes_nothing_and_predicts_the_result(planted_source, target, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    predicted = predict_transfer(planted_source, TEXT, **SMALL)
+    assert sorted(tmp_path.rglob("*")) == before
+    report = transfer_sinks(planted_source, target, TEXT, **SMALL)
+    assert predicted.perplexity == report.perplexity
+    assert predicted.layers == report.layers
+    assert "a good candidate" in predicted.verdict
+
+
+def test_model_without_a_sink(source, target):
+    """Nothing is written, and the prediction says why."""
+    assert "no attention sink was found" in predict_transfer(source, TEXT, **SMALL).verdict
+    with pytest.raises(ConversionError, match=r"nothing to transfer.*gated-attention convert"):
+        transfer_sinks(source, target, TEXT, **SMALL)
+    assert not target.exists()
+
+
+def test_what_draws_attention_without_a_constant_value_is_left(tmp_path):
+    """A head that copies from the first token is no sink: no bias can stand in for values that differ."""
+    model, windows = planted_sink(), distinct_windows(64)
+    windows[::2, 0] = 2  # another first token, which draws attention as BOS does
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding[2] = embedding[BOS]
+        embedding[BOS, 2], embedding[2, 2] = 0.1, -0.1
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight[:, 2] *= 200
+            layer.self_attn.v_proj.weight[:, [0, 1, *range(3, 16)]] *= 0.01
+            layer.self_attn.k_proj.weight[:, 2] = 0
+            layer.self_attn.q_proj.weight[:, 2] = 0
+    report, _ = fit_and_load(save_source(tmp_path / "source", model), windows, held_out=8)
+    assert report.layers[0].outcome == "error"
+    assert report.layers[0].sinks and report.layers[0].error > 0.3
+    assert "no constant value" in report.verdict
+
+
+def test_gated_models_are_not_gated_again(planted_source, target, tmp_path):
+    transfer_sinks(planted_source, target, TEXT, **SMALL)
+    with pytest.raises(ConversionError, match="already has gates"):
+        transfer_sinks(target, tmp_path / "again", TEXT, **SMALL)
+    convert_checkpoint(planted_source, tmp_path / "converted")
+    with pytest.raises(ConversionError, match="already has gates"):
+        predict_transfer(tmp_path / "converted", TEXT, **SMALL)
+
+
+def test_families_whose_attention_needs_no_sink(tmp_path, target):
+    config = GptOssConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    source = save_source(tmp_path / "learned", GptOssForCausalLM(config))
+    with pytest.raises(ConversionError, match="learned sinks of its own"):
+        transfer_sinks(source, target, TEXT, **SMALL)
+    source = save_source(tmp_path / "linear")
+    described = json.loads((source / "config.json").read_text()) | {
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    }
+    (source / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConversionError, match="linear attention"):
+        transfer_sinks(source, target, TEXT, **SMALL)
+    assert not target.exists()
+
+
+def test_short_text_and_missing_tokenizer(planted_source, target, tmp_path):
+    with pytest.raises(ConversionError, match="1,024 tokens to calibrate and 64 to test are asked for"):
+        transfer_sinks(planted_source, target, TEXT[:200], test_tokens=64, **SMALL)
+    bare = save_source(tmp_path / "bare", planted_sink(), tokenizer=False)
+    with pytest.raises(ConversionError, match="no tokenizer"):
+        transfer_sinks(bare, target, TEXT, **SMALL)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("granularity", "tokenwise", "`granularity` must be"),
+        ("attention_weight", -1.0, "`attention_weight` must not be negative, got -1.0"),
+        ("length", 8, "`length` must be at least 16, got 8"),
+        ("tokens", 64, "`tokens` must hold at least 8 windows of `length` 32, got 64"),
+        ("bos_share", 1.5, "`bos_share` must lie between 0 and 1, got 1.5"),
+        ("device", "abacus", "the device 'abacus' cannot be used"),
+    ],
+)
+def test_bad_options_are_named(planted_source, target, field, value, message):
+    with pytest.raises(ConversionError, match=message):
+        transfer_sinks(planted_source, target, TEXT, **{**SMALL, field: value})
+    assert not target.exists()
+
+
+def test_options_as_object_or_keywords(planted_source, target):
+    with pytest.raises(TypeError, match="not both"):
+        transfer_sinks(planted_source, target, TEXT, TransferOptions(), tokens=64)
+
+
+def test_interrupted_run_leaves_nothing(planted_source, target, monkeypatch, tmp_path):
+    from gated_attention.conversion.sink_transfer import transfer
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfer, "_write_layer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        transfer_sinks(planted_source, target, TEXT, **SMALL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_what_was_written_is_read_back(planted_source, target, monkeypatch):
+    """A checkpoint that is not the model that was fitted does not appear."""
+    from gated_attention.conversion.sink_transfer import transfer
+
+    monkeypatch.setattr(transfer, "_write_layer", lambda plan, folder, tensors: None)
+    with pytest.raises(ConversionError, match="nothing was kept"):
+        transfer_sinks(planted_source, target, TEXT, **SMALL)
+    assert not target.exists()
+
+
+def test_tokenizer_without_bos(tmp_path, target):
+    """The first token is the sink, whatever it is."""
+    model = planted_sink()
+    source = save_source(tmp_path / "source", model, tokenizer=False)
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = None
+    tokenizer.save_pretrained(source)
+    report = predict_transfer(source, TEXT, **SMALL)
+    assert report.settings.bos_windows == 0
+    assert "no BOS" in report.describe()
+
+
+def test_random_model_is_converted_whatever_its_options(tmp_path, target):
+    """No family option breaks the calibration; a random model has no sink, and says so."""
+    source = save_source(
+        tmp_path / "source", tiny_llama(tie_word_embeddings=True, mlp_bias=True, num_key_value_heads=1)
+    )
+    report = predict_transfer(source, TEXT, **SMALL)
+    assert report.perplexity_ratio == 1.0
