@@ -90,6 +90,12 @@ def one_strength(value: float) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def least_attention(value: float) -> Iterator[None]:
+    with patch.object(sinks, "LEAST_ATTENTION", value):
+        yield
+
+
 VARIANTS = {
     "as shipped": ({}, []),
     "fitted on the source's activations": ({}, [on_the_sources_activations]),
@@ -98,6 +104,7 @@ VARIANTS = {
     "strength -0.3 everywhere": ({}, [lambda: one_strength(-0.3)]),
     "the sketch's key edit: projection, strength -0.3": ({}, [projected_keys, lambda: one_strength(-0.3)]),
     "first tokens only": ({}, [first_tokens_only]),
+    "only sinks with a fifth of the attention": ({}, [lambda: least_attention(0.2)]),
     "BOS before every window": ({"bos_share": 1.0}, []),
     "elementwise gates": ({"granularity": "elementwise"}, []),
     "attention weight 0.02": ({"attention_weight": 0.02}, []),

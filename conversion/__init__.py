@@ -1,7 +1,7 @@
 """Conversion of checkpoints: read, plan, write, verify."""
 
 from .convert import ConversionResult, convert_checkpoint
-from .errors import ConversionError
+from .errors import ConversionError, NothingToTransferError
 from .families import FAMILIES, Family
 from .plan import ConversionOptions, ConversionPlan, plan_conversion
 from .sink_transfer import TransferOptions, TransferReport, predict_transfer, transfer_sinks
@@ -14,6 +14,7 @@ __all__ = [
     "ConversionPlan",
     "ConversionResult",
     "Family",
+    "NothingToTransferError",
     "TransferOptions",
     "TransferReport",
     "convert_checkpoint",

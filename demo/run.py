@@ -16,8 +16,10 @@ from transformers.utils import logging
 
 from .. import hub_upload
 from .._version import __version__
-from ..conversion import convert_checkpoint
+from ..conversion import NothingToTransferError, convert_checkpoint, transfer_sinks
+from ..conversion.checkpoint import read_json
 from ..conversion.plan import format_bytes
+from ..diagnostics.texts import default_text
 from .smollm2 import DemoError, demo_checkpoint
 from .training import draw_training, train_gates
 
@@ -30,7 +32,8 @@ QUESTION = "What is gravity? Answer in two sentences."
 
 def run_demo(model_name: str | None = None, output: Path = Path("demo-output"), short: bool = False) -> dict:
     """
-    Convert a model, show that nothing changed, train its gates for a few steps, save it and load it again.
+    Convert a model, show that nothing changed, train its gates for a few steps, save it and load it again; and transfer its
+    attention sink to the gates.
 
     Args:
         model_name (`str`, *optional*): Folder or Hub id of a checkpoint; default: SmolLM2-135M-Instruct, dequantised from Q4_1.
@@ -73,7 +76,10 @@ def run_demo(model_name: str | None = None, output: Path = Path("demo-output"), 
     model, training = train_gates(converted, trained, tokenizer, texts["train"], texts["held_out"], steps, sequence)
     draw_training(training, output / "demo.png")
 
-    _title("6. Load the trained model again, with this package and in a process without it")
+    _title("6. Move the attention sink into the gates, and nothing but that")
+    transferred = _transfer(source, output / "transferred", short)
+
+    _title("7. Load the trained model again, with this package and in a process without it")
     reload = _reload(model, trained, texts["held_out"][:tokens])
 
     report = {
@@ -85,6 +91,7 @@ def run_demo(model_name: str | None = None, output: Path = Path("demo-output"), 
         "logits_equal": equal,
         "generation_equal": same_text,
         "training": training,
+        "transfer": transferred,
         "reload": reload,
     }
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -213,6 +220,28 @@ def _generate(source: Path, converted: Path, tokenizer, new_tokens: int) -> bool
     return same
 
 
+def _transfer(source: Path, target: Path, short: bool) -> dict | None:
+    """The calibrated conversion; None for a model that has no sink."""
+    text, text_name = default_text()
+    longest = read_json(source / "config.json").get("max_position_embeddings", 2048)
+    length = min(256 if short else 512, longest)
+    try:
+        report = transfer_sinks(
+            source,
+            target,
+            text,
+            tokens=(16 if short else 32) * length,
+            length=length,
+            text_name=text_name,
+            overwrite=True,
+        )
+    except NothingToTransferError as error:
+        print(error)
+        return None
+    print(report.describe())
+    return report.to_dict()["summary"]
+
+
 def _reload(model, trained: Path, input_ids: list[int]) -> dict[str, bool]:
     batch = torch.tensor([input_ids])
     with torch.no_grad():
@@ -250,6 +279,13 @@ def _table(report: dict) -> str:
             f"{training['gate_min']:.3f} to {training['gate_max']:.3f}, mean {training['gate_mean']:.3f}",
         ),
     ]
+    if report["transfer"]:
+        for name, label, form in (
+            ("f_attn", "attention on the first token", "{:.3f}"),
+            ("perplexity", "perplexity on held-out text", "{:.2f}"),
+        ):
+            before, after = report["transfer"][name]
+            rows.append((f"sink transfer: {label}", f"{form.format(before)} -> {form.format(after)}"))
     rows += [(name, "bit-equal" if equal else "DIFFERENT") for name, equal in report["reload"].items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

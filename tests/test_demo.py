@@ -17,6 +17,7 @@ def test_demo_on_a_model_of_ones_own(source, tmp_path, capsys, monkeypatch):
     assert json.loads((output / "report.json").read_text()) == report
     assert all(report["logits_equal"].values())
     assert report["generation_equal"]
+    assert report["transfer"] is None  # random weights have no sink
     assert report["training"]["gate_min"] < 1 < report["training"]["gate_max"]
     assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert AutoModelForCausalLM.from_pretrained(output / "trained").config.gate_scale == 2.0

@@ -34,7 +34,7 @@ from gated_attention import (
     predict_transfer,
     transfer_sinks,
 )
-from gated_attention.conversion import ConversionError, TransferOptions, TransferReport
+from gated_attention.conversion import ConversionError, NothingToTransferError, TransferOptions, TransferReport
 from gated_attention.conversion.plan import read_source
 from gated_attention.conversion.sink_transfer.calibrate import calibrate
 from gated_attention.conversion.sink_transfer.calibration import Calibration
@@ -294,7 +294,7 @@ def test_report_only_writes_nothing_and_predicts_the_result(planted_source, targ
 def test_model_without_a_sink(source, target):
     """Nothing is written, and the prediction says why."""
     assert "no attention sink was found" in predict_transfer(source, TEXT, **SMALL).verdict
-    with pytest.raises(ConversionError, match=r"nothing to transfer.*gated-attention convert"):
+    with pytest.raises(NothingToTransferError, match=r"nothing to transfer.*gated-attention convert"):
         transfer_sinks(source, target, TEXT, **SMALL)
     assert not target.exists()
 
@@ -361,6 +361,7 @@ def test_short_text_and_missing_tokenizer(planted_source, target, tmp_path):
         ("granularity", "tokenwise", "`granularity` must be"),
         ("attention_weight", -1.0, "`attention_weight` must not be negative, got -1.0"),
         ("length", 8, "`length` must be at least 16, got 8"),
+        ("length", 256, "`length` must be at most 128, the model's max_position_embeddings, got 256"),
         ("tokens", 64, "`tokens` must hold at least 8 windows of `length` 32, got 64"),
         ("bos_share", 1.5, "`bos_share` must lie between 0 and 1, got 1.5"),
         ("device", "abacus", "the device 'abacus' cannot be used"),

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from ...configuration import GatedAttentionConfig
 from ..checkpoint import FLOAT_FORMATS, Checkpoint, read_checkpoint
-from ..errors import ConversionError
+from ..errors import ConversionError, NothingToTransferError
 from ..places import check_places, check_reserved_names
 from ..plan import ConversionOptions, ConversionPlan, Reading, plan_of, read_source
 from ..staging import exclusive, staged_folder
@@ -100,8 +100,9 @@ def transfer_sinks(
         [`TransferReport`]
 
     Raises:
-        [`ConversionError`]: the source cannot be converted, has no sink, or the text is too short. Nothing is left at `target`
-        then, and what was there before is untouched.
+        [`ConversionError`]: the source cannot be converted, or the text is too short. Nothing is left at `target` then, and what
+        was there before is untouched.
+        [`NothingToTransferError`]: the source has no sink.
     """
     options = _options(options, fields)
     source, target = Path(source), Path(os.path.abspath(target))
@@ -126,7 +127,7 @@ def transfer_sinks(
                 on_layer=lambda index, tensors: _write_layer(plan, folder, tensors),
             )
             if not report.transferred:
-                raise ConversionError(f"nothing to transfer in {source}: {report.verdict}")
+                raise NothingToTransferError(f"nothing to transfer in {source}: {report.verdict}")
             audit_headers(plan, folder)
             _check_read_back(folder, plan.config, calibration, report, options.device)
             report.save(folder / REPORT_FILE)
@@ -161,7 +162,13 @@ def _options(options: TransferOptions | None, fields: dict) -> TransferOptions:
 def _read(source: Path, options: TransferOptions) -> Reading:
     checkpoint = read_checkpoint(source)
     _refuse_other_attention(checkpoint)
-    return read_source(source, options.granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
+    reading = read_source(source, options.granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
+    longest = reading.config.max_position_embeddings
+    if options.length > longest:
+        raise ConversionError(
+            f"`length` must be at most {longest}, the model's max_position_embeddings, got {options.length}"
+        )
+    return reading
 
 
 def _refuse_other_attention(checkpoint: Checkpoint) -> None:
