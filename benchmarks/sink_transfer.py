@@ -38,9 +38,9 @@ def on_the_sources_activations() -> Iterator[None]:
     """Each layer is fitted on what it gets in the source, not on what the converted layers before it give."""
     seen = {}
 
-    def remember(opened, hidden_states):
+    def remember(opened, hidden_states, input_ids):
         seen["states"] = hidden_states
-        return sinks.find_sinks(opened, hidden_states)
+        return sinks.find_sinks(opened, hidden_states, input_ids)
 
     def fit(opened, hidden_states, *rest, **options):
         return layer_transfer.fit_layer(opened, seen["states"], *rest, **options)
@@ -66,8 +66,8 @@ def projected_keys() -> Iterator[None]:
 def first_tokens_only() -> Iterator[None]:
     """Tokens further on that share the first one's state, and draw more attention than it in some layers, are left out."""
 
-    def first_only(opened, hidden_states):
-        found = sinks.find_sinks(opened, hidden_states)
+    def first_only(opened, hidden_states, input_ids):
+        found = sinks.find_sinks(opened, hidden_states, input_ids)
         found.mask[:, 1:] = False
         found.weights *= found.mask
         found.weights /= found.weights.sum().clamp(min=1e-12)

@@ -22,8 +22,8 @@ from gated_attention import inspect_model
 from gated_attention.diagnostics.texts import default_text
 
 
-VOCABULARY = 4096
-LENGTH = 256
+VOCABULARY = 2048
+LENGTH = 128
 
 
 def train_tokenizer(text: str, bos: bool) -> PreTrainedTokenizerFast:
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--text", type=Path, nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--bos", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--every", type=int, default=250)
@@ -69,10 +69,10 @@ def main() -> None:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=6,
-            num_attention_heads=6,
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=4,
+            num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=2048,

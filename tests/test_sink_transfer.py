@@ -18,13 +18,14 @@ from conftest import (
     tree_hashes,
 )
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from gated_attention import (
@@ -71,8 +72,9 @@ def planted_sink(family: str = "llama", layers: int = 1, seed: int = 0):
     def noise(*shape):
         return torch.randn(shape, generator=generator)
 
-    kind, config = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}[family]
-    model = randomise(kind(config(**SHAPE, num_hidden_layers=layers)), seed)
+    window = {"sliding_window": None} if family == "mistral" else {}
+    config = AutoConfig.for_model(family, **SHAPE, num_hidden_layers=layers, **window)
+    model = randomise(AutoModelForCausalLM.from_config(config), seed)
     content = torch.nn.functional.normalize(noise(SHAPE["vocab_size"], CONTENT), dim=-1)
     embedding = torch.cat([torch.zeros(len(content), 1), torch.ones(len(content), 1), content], dim=1)
     embedding[BOS] = 0
@@ -175,7 +177,7 @@ def test_opened_attention_is_the_layers_own():
     assert torch.allclose(found, expected[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_planted_sink_is_transferred_exactly(tmp_path, family):
     model = planted_sink(family)
     source = save_source(tmp_path / "source", model)
@@ -186,6 +188,9 @@ def test_planted_sink_is_transferred_exactly(tmp_path, family):
     assert report.transferred == [0]
     assert all(layer.sinks[0]["tokens_per_window"] == 1 for layer in report.layers)
     assert min(min(layer.r2) for layer in report.layers) > 0.9999
+    by_head = torch.tensor(report.layers[0].sink_attention)
+    assert torch.allclose(by_head[0], torch.tensor(before.layers[0].f_attn), atol=1e-4)
+    assert by_head[1].max() < 1e-3
     after = inspect_model(transferred, [{"input_ids": windows[-8:]}])
     assert after.f_attn < 1e-3
     fresh = distinct_windows(8, seed=9)
@@ -194,6 +199,58 @@ def test_planted_sink_is_transferred_exactly(tmp_path, family):
     assert (found - expected).abs().max() < 2e-3 * expected.abs().max()
     gates = [gate for layer in after.layers for gate in layer.gate.mean]
     assert min(gates) > 0.2 and max(gates) < 0.8
+
+
+def test_elementwise_result_of_a_qk_norm_model_is_a_stock_qwen3_next(tmp_path, target):
+    """The stock class holds every number of the result: one switch for all biases, those that are missing zero."""
+    source = save_source(tmp_path / "source", planted_sink("qwen3"))
+    transfer_sinks(source, target, TEXT, granularity="elementwise", tokens=1024, length=32, progress=False)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    stock = Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **SHAPE,
+            num_hidden_layers=1,
+            attention_bias=True,
+            layer_types=["full_attention"],
+            mlp_only_layers=[0],
+            num_experts=0,
+            partial_rotary_factor=1.0,
+            rms_norm_eps=model.config.rms_norm_eps,
+        )
+    ).eval()
+    ours, theirs = model.state_dict(), stock.state_dict()
+    new = {}
+    for name, tensor in theirs.items():
+        if name in ours and ours[name].shape == tensor.shape:
+            new[name] = ours[name] - 1 if "norm.weight" in name else ours[name]  # theirs is (1 + w)
+        elif ".q_proj." in name:
+            gate = ours[name.replace("q_proj", "g_proj")].unflatten(0, (HEADS, HEAD_DIM))
+            query = ours.get(name, torch.zeros(HEADS * HEAD_DIM)).unflatten(0, (HEADS, HEAD_DIM))
+            new[name] = torch.cat([query, gate], dim=1).flatten(0, 1)
+        else:
+            assert name.endswith("k_proj.bias")
+            new[name] = torch.zeros_like(tensor)
+    stock.load_state_dict(new)
+    windows = distinct_windows(4, seed=7)
+    expected = logits_of(model, windows)
+    assert torch.allclose(logits_of(stock, windows), expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+
+
+def test_sinks_beside_the_first_token(tmp_path):
+    """A token further on that is in the first one's state is a sink as well, and is named."""
+    model, windows, second = planted_sink(), distinct_windows(64, length=80), 5
+    with torch.no_grad():
+        model.model.embed_tokens.weight[second] = model.model.embed_tokens.weight[BOS]
+    windows[windows == second] = 6
+    windows[:, 9] = second
+    before = inspect_model(model, [{"input_ids": windows[-4:]}])
+    report, transferred = fit_and_load(save_source(tmp_path / "source", model), windows, held_out=8)
+    (group,) = report.layers[0].sinks
+    assert group["tokens_per_window"] == 2 and group["first_token_share"] == 1
+    assert group["further_tokens"] == [[str(second), 64]]
+    after = inspect_model(transferred, [{"input_ids": windows[-4:]}])
+    assert before.largest_key_share > 0.2 and after.largest_key_share < 0.05
+    assert after.perplexity == pytest.approx(before.perplexity, rel=0.01)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from .layer_source import LayerSource
 from .layer_transfer import apply_fit, fit_layer, identity_tensors
 from .opened_attention import OpenedAttention, sink_shares
 from .report import LayerReport, TransferReport, TransferSettings
-from .sinks import find_sinks
+from .sinks import SinkGroup, find_sinks
 
 
 # A layer's sink is left alone if the error of its transfer exceeds so many times the attention that it would move: then what
@@ -38,6 +38,7 @@ def calibrate(
     attention_weight: float,
     seed: int,
     text_name: str | None = None,
+    tokenizer=None,
     on_layer: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
     scratch: Path | None = None,
     device: str | torch.device = "cpu",
@@ -51,6 +52,7 @@ def calibrate(
         config (`GatedAttentionConfig`): Config of the result.
         calibration (`Calibration`): The tokens.
         granularity, attention_weight, seed, text_name: For the report, and see [`TransferOptions`].
+        tokenizer (*optional*): Names the tokens of the report.
         on_layer (`Callable`, *optional*): Gets each layer's index and the tensors that change in it, by their full names.
         scratch (`Path`, *optional*): Folder for the hidden states of all calibration tokens; default: memory.
         device: Where layers run.
@@ -77,7 +79,7 @@ def calibrate(
             layer = source.layer(index)
             dtype = FLOAT_FORMATS[checkpoint.tensors[f"model.layers.{index}.self_attn.q_proj.weight"].dtype]
             opened = OpenedAttention(layer, position_embeddings)
-            sinks = find_sinks(opened, before)
+            sinks = find_sinks(opened, before, calibration.input_ids)
             shares = [sink_shares(opened, before[held_out])]
             fit, outcome = None, "no sink"
             if sinks.groups:
@@ -89,7 +91,7 @@ def calibrate(
                     attention_weight,
                     elementwise=granularity == "elementwise",
                 )
-                moved = sinks.attention - fit.sink_attention_left
+                moved = sinks.attention - fit.sink_attention_left.mean().item()
                 outcome = "transferred" if fit.gates.error <= LARGEST_ERROR * moved else "error"
             if outcome == "transferred" and after is before:
                 after = _states(before, scratch, "after.bin")
@@ -108,10 +110,11 @@ def calibrate(
                 LayerReport(
                     layer_idx=index,
                     outcome=outcome,
-                    sinks=[asdict(group) for group in sinks.groups],
+                    sinks=[_described(group, tokenizer) for group in sinks.groups],
                     strengths=fit.strengths.tolist() if outcome == "transferred" else None,
                     error=fit.gates.error if fit else None,
                     r2=fit.r2.tolist() if outcome == "transferred" else None,
+                    sink_attention=(fit.sink_attention.tolist(), fit.sink_attention_left.tolist()) if fit else None,
                     # Where no layer was changed yet, after is before.
                     f_attn=(shares[0].first.mean().item(), shares[-1].first.mean().item()),
                     largest_key_share=(shares[0].largest.mean().item(), shares[-1].largest.mean().item()),
@@ -142,6 +145,14 @@ def calibrate(
         perplexity=perplexity,
         seconds=time.perf_counter() - started,
     )
+
+
+def _described(group: SinkGroup, tokenizer) -> dict:
+    named = [
+        [str(token) if tokenizer is None else tokenizer.decode([token]), number]
+        for token, number in group.further_tokens
+    ]
+    return {**asdict(group), "further_tokens": named}
 
 
 def perplexity_of(source: LayerSource, input_ids: torch.Tensor) -> float:

@@ -112,9 +112,10 @@ def _inspect(
         calibration = calibration_windows(
             tokenizer, text, options.tokens, options.length, options.test_tokens, options.bos_share, options.seed
         )
+        bos = tokenizer.bos_token_id is not None
         windows = {f"end of {text_name}": calibration.test[:, None]}
         for name, other in others.items():
-            windows[name] = windows_of(tokenizer, other, options.length, options.test_tokens, None)[0]
+            windows[name] = windows_of(tokenizer, other, options.length, options.test_tokens, bos)[0]
         for name, batches in windows.items():
             bar = tqdm(batches, desc=f"Inspecting {place}, {name}", unit="window", disable=None)
             inspection = inspect_model(
@@ -123,7 +124,7 @@ def _inspect(
                 ranks=False,
                 tokenizer=tokenizer,
                 name=f"{folder.resolve().name}" if source.resolve().name != target.resolve().name else place,
-                bos=tokenizer.bos_token_id is not None,
+                bos=bos,
                 text=name,
             )
             found.setdefault(name, []).append(inspection)

@@ -36,7 +36,8 @@ class LayerFit:
         value: `(key_value_heads, head_dim)`: the sinks' value v_0.
         gates: The fitted gates.
         strengths: `(key_value_heads,)`.
-        sink_attention_left: Share of attention that still goes to sinks, on the held-out windows.
+        sink_attention, sink_attention_left: `(heads,)`: share of each head's attention that went to sinks, and that still does, on
+            the held-out windows.
         r2: `(heads,)`: share of the variance of g that the gates explain on the held-out windows.
     """
 
@@ -44,7 +45,8 @@ class LayerFit:
     value: torch.Tensor
     gates: GateFit
     strengths: torch.Tensor
-    sink_attention_left: float
+    sink_attention: torch.Tensor
+    sink_attention_left: torch.Tensor
     r2: torch.Tensor
 
 
@@ -79,11 +81,12 @@ def fit_layer(
     gates = fit_gates(
         data.part(slice(0, boundary)), data.part(held_out), opened.output_weight if elementwise else None
     )
-    reached = (1 - left[held_out]) * gates.scores
-    exact = openness[held_out]
-    residual = (reached - exact).square().sum(0)
+    # The first token sees only itself: nothing there depends on the fit.
+    later = torch.arange(boundary, len(data)) % hidden_states.shape[1] > 0
+    left, exact, scores = left[held_out][later], openness[held_out][later], gates.scores[later]
+    residual = ((1 - left) * scores - exact).square().sum(0)
     r2 = 1 - residual / (exact - exact.mean(0)).square().sum(0).clamp(min=1e-12)
-    return LayerFit(change, value, gates, strengths, left[held_out].mean().item(), r2)
+    return LayerFit(change, value, gates, strengths, 1 - exact.mean(0), left.mean(0), r2)
 
 
 def apply_fit(layer: GatedAttentionDecoderLayer, fit: LayerFit, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -50,11 +50,13 @@ class LayerReport:
     Attributes:
         layer_idx: Its index.
         outcome: `"transferred"`, `"no sink"`, or why a sink was left: `"error"` (it is no sink in the sense of the identity).
-        sinks: The groups of tokens that draw attention, on all calibration windows.
+        sinks: The groups of tokens that draw attention, on all calibration windows: their attention, how many there are in a
+            window, how often the first token is one, and which others are (text and number of the most frequent ones).
         strengths: Strength of the sinks' keys for each key/value head, where 1 leaves them as they are.
         error: Squared error of what the attention adds to the residual stream, relative to what it should add (the sinks'
             constant part left out).
         r2: For each head the share of the variance of 1 - (attention on sinks) that the gate explains.
+        sink_attention: For each head the share of attention that goes to sinks, before and after.
         f_attn, largest_key_share: Before and after, means over heads.
         m_act: Largest |hidden state| of the layer's output, before and after.
     """
@@ -65,6 +67,7 @@ class LayerReport:
     strengths: list[float] | None
     error: float | None
     r2: list[float] | None
+    sink_attention: tuple[list[float], list[float]] | None
     f_attn: tuple[float, float]
     largest_key_share: tuple[float, float]
     m_act: tuple[float, float]
@@ -167,6 +170,7 @@ class TransferReport:
                 f"{settings.length}, {bos}, seed {settings.seed}; {settings.granularity} gates; {self.seconds:.0f} s",
                 "",
                 *_aligned(rows),
+                *self._further_tokens(),
                 "",
                 f"on {settings.held_out_tokens:,} held-out tokens:",
                 f"  perplexity         {_arrow(self.perplexity, '{:.3f}')} (x {self.perplexity_ratio:.3f})",
@@ -177,6 +181,20 @@ class TransferReport:
                 self.verdict[0].upper() + self.verdict[1:] + ".",
             ]
         )
+
+    def _further_tokens(self) -> list[str]:
+        """A line on sinks that are not the first token, if there are any."""
+        layers = [layer.layer_idx for layer in self.layers if any(group["further_tokens"] for group in layer.sinks)]
+        if not layers:
+            return []
+        counts: dict[str, int] = {}
+        for layer in self.layers:
+            for group in layer.sinks:
+                for token, number in group["further_tokens"]:
+                    counts[str(token)] = max(counts.get(str(token), 0), number)
+        most = sorted(counts, key=counts.get, reverse=True)[:5]
+        named = ", ".join(f"{token!r}" for token in most)
+        return ["", f"sinks beside the first token in layers {', '.join(map(str, layers))}; most often {named}"]
 
     def to_dict(self) -> dict:
         summary = {
@@ -197,9 +215,9 @@ class TransferReport:
     def load(cls, path: Path) -> "TransferReport":
         """Read a report that `save` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
-        pairs = ("f_attn", "largest_key_share", "m_act")
+        pairs = ("f_attn", "largest_key_share", "m_act", "sink_attention")
         layers = [
-            LayerReport(**{name: tuple(value) if name in pairs else value for name, value in layer.items()})
+            LayerReport(**{name: tuple(value) if name in pairs and value else value for name, value in layer.items()})
             for layer in content["layers"]
         ]
         kept = {entry.name: content[entry.name] for entry in fields(cls)}

@@ -6,6 +6,7 @@ state. The first token is one in most models, whatever token it is; in some laye
 word), which share its state there.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ LEAST_EXCESS = 2.0
 LARGEST_SHARE_OF_TOKENS = 0.03
 LEAST_TOKENS = 1.5
 MOST_GROUPS = 3
+SHOWN_TOKENS = 5
 
 
 @dataclass
@@ -34,11 +36,13 @@ class SinkGroup:
         attention: Share of the layer's attention that they get, averaged over heads.
         tokens_per_window: How many there are in a window.
         first_token_share: Share of the windows whose first token is one of them.
+        further_tokens: Ids of those that are not the first of their window, the most frequent first, with their number.
     """
 
     attention: float
     tokens_per_window: float
     first_token_share: float
+    further_tokens: list[tuple[int, int]]
 
 
 @dataclass
@@ -62,13 +66,14 @@ class Sinks:
         return sum(group.attention for group in self.groups)
 
 
-def find_sinks(opened: OpenedAttention, hidden_states: torch.Tensor) -> Sinks:
+def find_sinks(opened: OpenedAttention, hidden_states: torch.Tensor, input_ids: torch.Tensor) -> Sinks:
     """
     Find the sinks of a layer.
 
     Args:
         opened (`OpenedAttention`): The layer's attention.
         hidden_states (`torch.Tensor` of shape `(windows, length, hidden_size)`): What the layer gets.
+        input_ids (`torch.LongTensor` of shape `(windows, length)`): The tokens, for the report.
 
     Returns:
         [`Sinks`]
@@ -100,7 +105,15 @@ def find_sinks(opened: OpenedAttention, hidden_states: torch.Tensor) -> Sinks:
         least = max(LEAST_ATTENTION, LEAST_EXCESS * alike[members].sum().item() / windows)
         if attention < least or members.sum() > most_tokens * windows:
             break
-        groups.append(SinkGroup(attention, members.float().sum(1).mean().item(), members[:, 0].float().mean().item()))
+        further = Counter(input_ids[:, 1:][members[:, 1:]].tolist())
+        groups.append(
+            SinkGroup(
+                attention,
+                members.float().sum(1).mean().item(),
+                members[:, 0].float().mean().item(),
+                further.most_common(SHOWN_TOKENS),
+            )
+        )
         mask |= members
     weights = received * mask
     return Sinks(mask, weights / weights.sum().clamp(min=1e-12), groups)

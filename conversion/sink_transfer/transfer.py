@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ...configuration import GatedAttentionConfig
 from ..checkpoint import FLOAT_FORMATS, Checkpoint, read_checkpoint
@@ -110,7 +110,7 @@ def transfer_sinks(
     with exclusive(target):
         check_places(source, target, options.overwrite)
         reading = _read(source, options)
-        calibration = _calibration(source, text, options)
+        calibration, tokenizer = _calibration(source, text, options)
         plan = plan_of(
             reading,
             target,
@@ -121,6 +121,7 @@ def transfer_sinks(
             report = _calibrate(
                 reading,
                 calibration,
+                tokenizer,
                 options,
                 text_name,
                 progress,
@@ -150,7 +151,7 @@ def predict_transfer(
     """
     options = _options(options, fields)
     reading = _read(Path(source), options)
-    return _calibrate(reading, _calibration(Path(source), text, options), options, text_name, progress)
+    return _calibrate(reading, *_calibration(Path(source), text, options), options, text_name, progress)
 
 
 def _options(options: TransferOptions | None, fields: dict) -> TransferOptions:
@@ -187,19 +188,22 @@ def _refuse_other_attention(checkpoint: Checkpoint) -> None:
         )
 
 
-def _calibration(source: Path, text: str, options: TransferOptions) -> Calibration:
+def _calibration(source: Path, text: str, options: TransferOptions) -> tuple[Calibration, PreTrainedTokenizerBase]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConversionError(
             f"{source} has no tokenizer that can be loaded, which the calibration needs: {error}"
         ) from error
-    return calibration_windows(
+    calibration = calibration_windows(
         tokenizer, text, options.tokens, options.length, options.test_tokens, options.bos_share, options.seed
     )
+    return calibration, tokenizer
 
 
-def _calibrate(reading: Reading, calibration, options, text_name, progress, on_layer=None) -> TransferReport:
+def _calibrate(
+    reading: Reading, calibration, tokenizer, options, text_name, progress, on_layer=None
+) -> TransferReport:
     with ExitStack() as cleanup:
         scratch = None
         if options.on_disk:
@@ -212,6 +216,7 @@ def _calibrate(reading: Reading, calibration, options, text_name, progress, on_l
             attention_weight=options.attention_weight,
             seed=options.seed,
             text_name=text_name,
+            tokenizer=tokenizer,
             on_layer=on_layer,
             scratch=scratch,
             device=options.device,
