@@ -1,6 +1,7 @@
 """Runs the calibration tokens through a model, layer by layer, and fits each layer on what the converted ones before it give."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,9 +16,11 @@ from tqdm import tqdm
 from ...configuration import GatedAttentionConfig
 from ...modeling_gated.decoder import GatedAttentionDecoderLayer
 from ..checkpoint import FLOAT_FORMATS, Checkpoint
+from ..errors import ConversionError
+from ..plan import format_bytes
 from .calibration import Calibration
 from .layer_source import LayerSource
-from .layer_transfer import apply_fit, fit_layer, identity_tensors
+from .layer_transfer import LayerFit, apply_fit, fit_layer, identity_tensors
 from .opened_attention import OpenedAttention, sink_shares
 from .report import LayerReport, TransferReport, TransferSettings
 from .sinks import SinkGroup, find_sinks
@@ -77,18 +80,22 @@ def calibrate(
         )
         for index in bar:
             layer = source.layer(index)
-            dtype = FLOAT_FORMATS[checkpoint.tensors[f"model.layers.{index}.self_attn.q_proj.weight"].dtype]
+            dtypes = _formats(checkpoint, layer, index)
             opened = OpenedAttention(layer, position_embeddings)
             sinks = find_sinks(opened, before, calibration.input_ids)
             shares = [sink_shares(opened, before[held_out])]
             fit, outcome = None, "no sink"
-            if sinks.groups:
+            rare = not sinks.mask[: calibration.fitted].any() or not sinks.mask[held_out].any()
+            if sinks.groups and rare:
+                outcome = "rare"
+            elif sinks.groups:
                 fit = fit_layer(
                     opened,
                     after,
                     sinks,
                     calibration.fitted,
                     attention_weight,
+                    dtypes["self_attn.k_proj.weight"],
                     elementwise=granularity == "elementwise",
                 )
                 moved = sinks.attention - fit.sink_attention_left.mean().item()
@@ -97,10 +104,10 @@ def calibrate(
                 after = _states(before, scratch, "after.bin")
             activations = [_run(layer, before, position_embeddings, calibration.fitted)]
             if outcome == "transferred":
-                tensors = apply_fit(layer, fit, dtype)
+                tensors = apply_fit(layer, fit, dtypes)
                 opened = OpenedAttention(layer, position_embeddings)
             else:
-                tensors = identity_tensors(layer, dtype)
+                tensors = identity_tensors(layer, dtypes)
             if after is not before:
                 shares.append(sink_shares(opened, after[held_out]))
                 activations.append(_run(layer, after, position_embeddings, calibration.fitted))
@@ -114,7 +121,7 @@ def calibrate(
                     strengths=fit.strengths.tolist() if outcome == "transferred" else None,
                     error=fit.gates.error if fit else None,
                     r2=fit.r2.tolist() if outcome == "transferred" else None,
-                    sink_attention=(fit.sink_attention.tolist(), fit.sink_attention_left.tolist()) if fit else None,
+                    sink_attention=_sink_attention(fit, outcome) if fit else None,
                     # Where no layer was changed yet, after is before.
                     f_attn=(shares[0].first.mean().item(), shares[-1].first.mean().item()),
                     largest_key_share=(shares[0].largest.mean().item(), shares[-1].largest.mean().item()),
@@ -147,6 +154,20 @@ def calibrate(
     )
 
 
+def _formats(checkpoint: Checkpoint, layer: GatedAttentionDecoderLayer, index: int) -> dict[str, torch.dtype]:
+    """Format of each tensor of a layer in the checkpoint; new ones have that of `q_proj`."""
+    prefix = f"model.layers.{index}."
+    query = checkpoint.tensors[f"{prefix}self_attn.q_proj.weight"]
+    return {
+        name: FLOAT_FORMATS[checkpoint.tensors.get(prefix + name, query).dtype] for name, _ in layer.named_parameters()
+    }
+
+
+def _sink_attention(fit: LayerFit, outcome: str) -> tuple[list[float], list[float]]:
+    before = fit.sink_attention.tolist()
+    return before, fit.sink_attention_left.tolist() if outcome == "transferred" else before
+
+
 def _described(group: SinkGroup, tokenizer) -> dict:
     named = [
         [str(token) if tokenizer is None else tokenizer.decode([token]), number]
@@ -169,7 +190,18 @@ def _states(values: torch.Tensor, scratch: Path | None, name: str) -> torch.Tens
     """A copy of hidden states in memory, or in a file that the system pages in and out."""
     if scratch is None:
         return values.clone()
-    states = torch.from_file(str(scratch / name), shared=True, size=values.numel(), dtype=values.dtype)
+    path, size = scratch / name, values.numel() * values.element_size()
+    try:
+        # Room is taken now: a full disk would otherwise kill the process when a page is written back.
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise ConversionError(
+            f"{scratch} has no room for the hidden states of the calibration tokens, {format_bytes(size)} ({error.strerror}); take "
+            "fewer tokens, or set TMPDIR to a folder with more room"
+        ) from error
+    states = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)
     return states.view(values.shape).copy_(values)
 
 
@@ -178,6 +210,10 @@ def _run(layer: GatedAttentionDecoderLayer, states: torch.Tensor, position_embed
     largest = 0.0
     for number, window in enumerate(states):
         output = layer(window[None].to(position_embeddings[0].device), position_embeddings=position_embeddings)[0]
+        if not output.isfinite().all():
+            raise ConversionError(
+                f"layer {layer.self_attn.layer_idx} gives NaN or infinity on the calibration text; look at the source's weights"
+            )
         window.copy_(output)
         if number >= fitted:
             largest = max(largest, output.abs().max().item())

@@ -65,6 +65,7 @@ class GateFit:
     Attributes:
         weight: `(heads, hidden_size)` or, elementwise, `(heads * head_dim, hidden_size)`.
         bias: `(heads,)` or `(heads * head_dim,)`.
+        input_mean: `(hidden_size,)`: mean of the inputs that were fitted to.
         error: Relative squared error of what the layer's attention adds, on the held-out tokens.
         fitted_error: The same on the tokens that were fitted to.
         scores: `(held-out tokens, heads)`: gate scores between 0 and 1; of elementwise gates their mean over channels.
@@ -72,6 +73,7 @@ class GateFit:
 
     weight: torch.Tensor
     bias: torch.Tensor
+    input_mean: torch.Tensor
     error: float
     fitted_error: float
     scores: torch.Tensor
@@ -111,7 +113,9 @@ def fit_gates(fitted: GateData, held_out: GateData, elementwise_output_weight: t
             fitted, held_out, parameters, mean, deviation, elementwise_output_weight
         )
     weight = parameters[:, :-1] / deviation
-    return GateFit(weight, parameters[:, -1] - weight @ mean, error, fitted_error, scores)
+    bias = parameters[:, -1] - weight @ mean
+    # An exact fit's error is a small difference of large numbers.
+    return GateFit(weight, bias, mean, max(error, 0.0), max(fitted_error, 0.0), scores)
 
 
 def _gates(parameters: torch.Tensor, inputs: torch.Tensor, mean, deviation) -> torch.Tensor:

@@ -19,7 +19,8 @@ from .opened_attention import OpenedAttention
 from .sinks import Sinks
 
 
-# Candidates for the strength of the sinks' keys: 1 would leave them as they are.
+# Candidates for the strength of the sinks' keys: 1 would leave them as they are. Where a norm follows `k_proj` it undoes what a
+# positive strength does, and makes a key of full length of the rounding error that 0 leaves: only negative ones count.
 STRENGTHS = (0.5, 0.25, 0.0, -0.25, -0.5, -1.0, -2.0)
 # Windows that choose between them.
 STRENGTH_WINDOWS = 8
@@ -32,7 +33,7 @@ class LayerFit:
     A layer's transfer, not yet applied.
 
     Attributes:
-        key_change: What is added to `k_proj.weight`.
+        key_weight: `k_proj.weight` with the sinks' keys turned away, as the checkpoint's format keeps it.
         value: `(key_value_heads, head_dim)`: the sinks' value v_0.
         gates: The fitted gates.
         strengths: `(key_value_heads,)`.
@@ -41,7 +42,7 @@ class LayerFit:
         r2: `(heads,)`: share of the variance of g that the gates explain on the held-out windows.
     """
 
-    key_change: torch.Tensor
+    key_weight: torch.Tensor
     value: torch.Tensor
     gates: GateFit
     strengths: torch.Tensor
@@ -56,6 +57,7 @@ def fit_layer(
     sinks: Sinks,
     fitted: int,
     attention_weight: float,
+    key_dtype: torch.dtype = torch.float32,
     elementwise: bool = False,
 ) -> LayerFit:
     """
@@ -68,14 +70,17 @@ def fit_layer(
         fitted (`int`): The first so many windows are fitted to; the others choose and judge.
         attention_weight (`float`): What attention that is left on sinks costs: a share of it counts as much as so many times
             a relative squared error of that size.
+        key_dtype: Format that the checkpoint keeps `k_proj` in.
         elementwise (`bool`): Whether there is a gate a channel.
     """
     moments = _moments(opened, hidden_states[:fitted], sinks)
     edit = key_edit(moments, opened.attention.k_proj.weight, opened.attention.k_proj.bias)
     value = moments.value_mean.to(opened.cos.dtype)
     strengths = _choose_strengths(opened, hidden_states, sinks, fitted, edit, value, attention_weight)
-    change = edit.change(strengths)
-    data, left, openness = _gate_data(opened, hidden_states, sinks, change, value, elementwise)
+    weight = opened.attention.k_proj.weight
+    key_weight = (weight + edit.change(strengths)).to(key_dtype).to(weight.dtype)
+    # The gates are fitted to the keys as they are kept.
+    data, left, openness = _gate_data(opened, hidden_states, sinks, key_weight - weight, value, elementwise)
     boundary = fitted * hidden_states.shape[1]
     held_out = slice(boundary, None)
     gates = fit_gates(
@@ -86,49 +91,53 @@ def fit_layer(
     left, exact, scores = left[held_out][later], openness[held_out][later], gates.scores[later]
     residual = ((1 - left) * scores - exact).square().sum(0)
     r2 = 1 - residual / (exact - exact.mean(0)).square().sum(0).clamp(min=1e-12)
-    return LayerFit(change, value, gates, strengths, 1 - exact.mean(0), left.mean(0), r2)
+    return LayerFit(key_weight, value, gates, strengths, 1 - exact.mean(0), left.mean(0), r2)
 
 
-def apply_fit(layer: GatedAttentionDecoderLayer, fit: LayerFit, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def apply_fit(
+    layer: GatedAttentionDecoderLayer, fit: LayerFit, dtypes: dict[str, torch.dtype] | None = None
+) -> dict[str, torch.Tensor]:
     """
     Write a fit into a layer.
 
     Args:
         layer: The layer, whose config has `gate_scale = 2`; changed in place.
         fit: The fit.
-        dtype: Format that the checkpoint keeps; the layer holds what that leaves of each number.
+        dtypes (*optional*): Format that the checkpoint keeps each tensor in, by its name in the layer; the layer holds what
+            that leaves of each number. Default: the layer's own.
 
     Returns:
-        The tensors that change in a checkpoint with `gate_scale = 1`, in `dtype`, by their name in the layer.
+        The tensors that change in a checkpoint with `gate_scale = 1`, in their formats, by their name in the layer.
     """
     attention = layer.self_attn
     group = attention.num_key_value_groups
+    kept: dict[str, torch.Tensor] = {}
 
-    def kept(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype).to(tensor.dtype)
+    def keep(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept[name] = tensor.to(dtypes[f"self_attn.{name}"]) if dtypes else tensor
+        return kept[name].to(tensor.dtype)
 
-    value_bias = kept(attention.v_proj.bias - fit.value.flatten())
-    # The output bias makes up for the value bias as it is kept, so that its rounding cancels.
+    value_bias = keep("v_proj.bias", attention.v_proj.bias - fit.value.flatten())
+    # The output bias makes up for the value bias as it is kept, so that its rounding cancels; so does the gates' bias.
     constant = (attention.v_proj.bias - value_bias).unflatten(0, (-1, 1, attention.head_dim)).expand(-1, group, -1)
+    gate_weight = keep("g_proj.weight", fit.gates.weight)
     new = {
-        "k_proj.weight": kept(attention.k_proj.weight + fit.key_change),
+        "k_proj.weight": keep("k_proj.weight", fit.key_weight),
         "v_proj.bias": value_bias,
-        "o_proj.bias": kept(attention.o_proj.bias + attention.o_proj.weight @ constant.flatten()),
-        "g_proj.weight": kept(fit.gates.weight),
-        "g_proj.bias": kept(fit.gates.bias),
-    }
-    attention.load_state_dict(
+        "o_proj.bias": keep("o_proj.bias", attention.o_proj.bias + attention.o_proj.weight @ constant.flatten()),
+        "g_proj.weight": gate_weight,
+        "g_proj.bias": keep("g_proj.bias", fit.gates.bias + (fit.gates.weight - gate_weight) @ fit.gates.input_mean),
         # The fitted gates are plain sigmoids; halving is exact.
-        {**new, "o_proj.weight": attention.o_proj.weight / 2},
-        strict=False,
-        assign=True,
-    )
-    return {f"self_attn.{name}": tensor.to(dtype) for name, tensor in new.items()}
+        "o_proj.weight": attention.o_proj.weight / 2,
+    }
+    attention.load_state_dict(new, strict=False, assign=True)
+    return {f"self_attn.{name}": tensor for name, tensor in kept.items()}
 
 
-def identity_tensors(layer: GatedAttentionDecoderLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def identity_tensors(layer: GatedAttentionDecoderLayer, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
     """What changes in a layer without a transfer: its zero gates are sigmoid(0) = 1/2, for which doubling makes up exactly."""
-    return {"self_attn.o_proj.weight": (layer.self_attn.o_proj.weight * 2).to(dtype)}
+    name = "self_attn.o_proj.weight"
+    return {name: (layer.self_attn.o_proj.weight * 2).to(dtypes[name])}
 
 
 def _moments(opened: OpenedAttention, hidden_states: torch.Tensor, sinks: Sinks) -> KeyMoments:
@@ -170,15 +179,16 @@ def _choose_strengths(
     the other keys' change brings, and the attention that the sinks still get.
     """
     device, group = opened.cos.device, opened.group
+    candidates = [strength for strength in STRENGTHS if strength < 0 or not opened.attention.config.qk_norm]
     windows = range(fitted, min(len(hidden_states), fitted + STRENGTH_WINDOWS))
-    errors = torch.zeros(len(STRENGTHS), opened.key_value_heads, device=device)
+    errors = torch.zeros(len(candidates), opened.key_value_heads, device=device)
     left, scale = torch.zeros_like(errors), torch.zeros((), device=device)
     for window in windows:
         residual = hidden_states[window].to(device)
         projections = opened.project(residual)
         mask, weight = sinks.mask[window].to(device), _token_weight(residual)
         neutral, step = projections.inputs @ edit.neutral.T, projections.inputs @ edit.step.T
-        new_keys = [opened.keys(projections.raw_key + neutral + strength * step) for strength in STRENGTHS]
+        new_keys = [opened.keys(projections.raw_key + neutral + strength * step) for strength in candidates]
         shifted = projections.value - value[:, None]
         added = torch.zeros_like(residual)
         for head, (heads, probabilities) in enumerate(opened.probabilities(projections.query, projections.key)):
@@ -195,8 +205,8 @@ def _choose_strengths(
                 errors[row, head] += (weight * error).sum()
                 left[row, head] += still.sum() / (group * still.shape[-1] * len(windows))
         scale += (weight * added.square().sum(-1)).sum()
-    cost = errors / scale + attention_weight * left / opened.key_value_heads
-    return torch.tensor(STRENGTHS, device=device)[cost.argmin(0)]
+    cost = errors / scale.clamp(min=1e-30) + attention_weight * left / opened.key_value_heads
+    return torch.tensor(candidates, device=device)[cost.argmin(0)]
 
 
 def _openness(sink_attention: torch.Tensor, still: torch.Tensor) -> torch.Tensor:

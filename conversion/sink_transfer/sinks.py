@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from .opened_attention import OpenedAttention
 
 
-# Cosine to the leader's state from which a token counts as being in the same state. The cosines are bimodal where a sink is.
+# Cosine to the leader's state (less the mean over tokens) from which a token counts as being in the same state. The cosines are bimodal where a sink is.
 SAME_STATE = 0.8
 # What a group of tokens must take of the layer's attention: a share, and so many times what it would get if queries looked
 # at all tokens alike. What it may make up of a window: a share of the tokens, or a token or two of a short one.
@@ -23,7 +23,8 @@ LEAST_ATTENTION = 0.05
 LEAST_EXCESS = 2.0
 LARGEST_SHARE_OF_TOKENS = 0.03
 LEAST_TOKENS = 1.5
-MOST_GROUPS = 3
+MOST_GROUPS = 8
+MOST_LEADERS = 16
 SHOWN_TOKENS = 5
 
 
@@ -87,33 +88,38 @@ def find_sinks(opened: OpenedAttention, hidden_states: torch.Tensor, input_ids: 
             # What a token gives to itself makes it no sink; the first has nobody else to look at.
             total += probabilities.sum((0, 1)) - probabilities.diagonal(dim1=1, dim2=2).sum(0)
         received.append(total / (len(projections.query) * (length - 1)))
-        states.append(normalize(projections.inputs, dim=-1).cpu())
+        states.append(projections.inputs.cpu())
     received, states = torch.stack(received).cpu(), torch.stack(states)
+    # What all tokens have in common would make them alike.
+    states = normalize(states - states.mean((0, 1)), dim=-1)
     # What each token would receive from the queries after it if they looked at all alike.
     alike = (1 / torch.arange(2, length + 1)).flip(0).cumsum(0).flip(0) / (length - 1)
     alike = torch.nn.functional.pad(alike, (0, 1)).expand(windows, -1)
     most_tokens = max(LARGEST_SHARE_OF_TOKENS * length, LEAST_TOKENS)
 
     mask = torch.zeros(windows, length, dtype=torch.bool)
-    groups = []
-    while len(groups) < MOST_GROUPS:
-        leaders = received.masked_fill(mask, 0).flatten().topk(max(4, windows // 4)).indices
-        # The median keeps out a stray token among the leaders.
-        leader = normalize(states.flatten(0, 1)[leaders].median(0).values, dim=-1)
-        members = (states @ leader > SAME_STATE) & ~mask
+    left, groups = received.clone(), []
+    for _ in range(MOST_LEADERS):
+        if len(groups) == MOST_GROUPS or left.max() <= 0:
+            break
+        members = states @ states.flatten(0, 1)[left.argmax()] > SAME_STATE
+        # Once more around the members' mean, so that little depends on which of them led.
+        weighted = (left * members)[..., None]
+        members = (states @ normalize((weighted * states).sum((0, 1)), dim=-1) > SAME_STATE) & ~mask
         attention = received[members].sum().item() / windows
         least = max(LEAST_ATTENTION, LEAST_EXCESS * alike[members].sum().item() / windows)
-        if attention < least or members.sum() > most_tokens * windows:
-            break
-        further = Counter(input_ids[:, 1:][members[:, 1:]].tolist())
-        groups.append(
-            SinkGroup(
-                attention,
-                members.float().sum(1).mean().item(),
-                members[:, 0].float().mean().item(),
-                further.most_common(SHOWN_TOKENS),
+        if attention >= least and members.sum() <= most_tokens * windows:
+            further = Counter(input_ids[:, 1:][members[:, 1:]].tolist())
+            groups.append(
+                SinkGroup(
+                    attention,
+                    members.float().sum(1).mean().item(),
+                    members[:, 0].float().mean().item(),
+                    further.most_common(SHOWN_TOKENS),
+                )
             )
-        )
-        mask |= members
+            mask |= members
+        left = left.masked_fill(members, 0)
+        left.view(-1)[left.argmax()] = 0  # no leader twice
     weights = received * mask
     return Sinks(mask, weights / weights.sum().clamp(min=1e-12), groups)
