@@ -85,7 +85,7 @@ _TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run
 @app.command()
 def transfer(
     source: Annotated[str, typer.Argument(help="Folder of the checkpoint, never written to; or demo-model.")],
-    target: Annotated[Path | None, typer.Argument(help="Folder to make.")] = None,
+    target: Annotated[Path | None, typer.Argument(help="Folder to make; not looked at with --report-only.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Text file of the kind the model is for; default: Python's own help pages.")
     ] = None,
@@ -94,6 +94,9 @@ def transfer(
     granularity: Annotated[
         Literal["headwise", "elementwise"], typer.Option(help="One gate a head, or one a channel of a head.")
     ] = "headwise",
+    bos_share: Annotated[
+        float, typer.Option(help="Share of windows that begin with BOS; the others begin within the text.")
+    ] = 0.75,
     attention_weight: Annotated[
         float, typer.Option(help="Cost of attention left on sinks. More: less sink, more error.")
     ] = 0.1,
@@ -102,11 +105,16 @@ def transfer(
         list[Path] | None, typer.Option(help="Text file of another kind to show the result on; may be repeated.")
     ] = None,
     test_tokens: Annotated[
-        int, typer.Option(help="Tokens to show the result on: the calibration text's end, and each --test; 0: none.")
+        int,
+        typer.Option(
+            help="Tokens to show the result on: the end of the calibration text, and each --test. Loads whole models; 0: none."
+        ),
     ] = 8192,
     dtype: _Dtype = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...: where layers run.")] = "cpu",
-    on_disk: Annotated[bool, typer.Option("--on-disk", help="Keep the tokens' hidden states in a file.")] = False,
+    on_disk: Annotated[
+        bool, typer.Option("--on-disk", help="Keep the tokens' hidden states in temporary files.")
+    ] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Predict the result and write nothing.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")
@@ -116,7 +124,7 @@ def transfer(
     """Add gates that do the work of the attention sink, fitted on a text; or predict how well that would go."""
     from .conversion import ConversionError
     from .conversion.sink_transfer import TransferOptions
-    from .conversion.sink_transfer.command import TestOptions, run_transfer
+    from .conversion.sink_transfer.command import ShowOptions, run_transfer
     from .diagnostics import InspectionError
 
     try:
@@ -125,6 +133,7 @@ def transfer(
             tokens=tokens,
             length=length,
             test_tokens=test_tokens,
+            bos_share=bos_share,
             attention_weight=attention_weight,
             seed=seed,
             on_disk=on_disk,
@@ -136,7 +145,7 @@ def transfer(
             target,
             calibration,
             options,
-            TestOptions(tuple(test or ()), dtype, out),
+            ShowOptions(tuple(test or ()), dtype, out),
             report_only=report_only,
             echo=typer.echo,
         )

@@ -14,9 +14,14 @@ from .errors import ConversionError
 from .plan import ConversionPlan, format_bytes, free_bytes
 
 
-def write_conversion(plan: ConversionPlan, folder: Path) -> None:
+def write_conversion(plan: ConversionPlan, folder: Path, hard_links: bool = True) -> None:
     """
     Write everything but the shards' places into `folder`; config.json comes last, so that a folder without it is unfinished.
+
+    Args:
+        plan: What to write.
+        folder: Where.
+        hard_links: Whether hard links may be advised where the disk is full.
 
     Raises:
         `ConversionError`: not enough room on the disk, or hard links are not possible there.
@@ -24,8 +29,8 @@ def write_conversion(plan: ConversionPlan, folder: Path) -> None:
     free = free_bytes(folder)
     if plan.bytes_to_write > free:
         raise ConversionError(
-            f"{plan.target} needs {format_bytes(plan.bytes_to_write)}, {format_bytes(free)} are free there; make room or use "
-            "--link hard, which writes the gates only"
+            f"{plan.target} needs {format_bytes(plan.bytes_to_write)}, {format_bytes(free)} are free there; make room"
+            + (" or use --link hard, which writes the gates only" if hard_links else "")
         )
     _place_shards(plan, folder)
     write_zero_shard(folder / plan.new_shard, plan.new_tensors)

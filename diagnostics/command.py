@@ -65,12 +65,16 @@ class LoadOptions:
     device: str | None = None
     trust_remote_code: bool = False
 
-    def load(self, name: str):
-        """The model and its tokenizer."""
+    def check(self) -> None:
+        """Refuse what cannot work before anything is loaded."""
         if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise InspectionError(
                 f"`dtype` must be auto or a floating point type of torch such as bfloat16, got {self.dtype!r}"
             )
+
+    def load(self, name: str):
+        """The model and its tokenizer."""
+        self.check()
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
             model = AutoModelForCausalLM.from_pretrained(

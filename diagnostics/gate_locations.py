@@ -89,7 +89,7 @@ class GateProjection:
         """
         Weight and, if there is one, bias of the gate as the model uses them, adapters included, in float32 on the CPU.
 
-        Of a quantised projection only the adapters' part: nothing else of it is trained.
+        Of a quantised projection only the adapters' part, and nothing without one: nothing else of it is trained.
         """
         module = self.module
         if hasattr(module, "modules_to_save"):  # PEFT keeps a frozen copy of what it trains in full
@@ -98,6 +98,8 @@ class GateProjection:
         parts = [base.weight] if base.weight.is_floating_point() else []
         if hasattr(module, "get_delta_weight") and not module.merged:
             parts += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
+        if not parts:
+            return []
         weight = sum(_whole(part) for part in parts)
         bias = [] if base.bias is None else [_whole(base.bias)]
         return [self.rows(tensor).contiguous() for tensor in (weight, *bias)]

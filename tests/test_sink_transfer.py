@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from conftest import (
     tiny_tokenizer,
     tree_hashes,
 )
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,7 +41,12 @@ from gated_attention.conversion import ConversionError, NothingToTransferError, 
 from gated_attention.conversion.plan import read_source
 from gated_attention.conversion.sink_transfer.calibrate import calibrate
 from gated_attention.conversion.sink_transfer.calibration import Calibration
+from gated_attention.conversion.sink_transfer.command import ShowOptions, run_transfer
+from gated_attention.conversion.sink_transfer.gate_fit import GateFit
+from gated_attention.conversion.sink_transfer.key_edit import KeyMoments, key_edit
+from gated_attention.conversion.sink_transfer.layer_transfer import LayerFit, apply_fit
 from gated_attention.conversion.sink_transfer.opened_attention import OpenedAttention
+from gated_attention.diagnostics import InspectionError
 
 
 BOS = 1
@@ -115,15 +122,17 @@ def distinct_windows(count: int, length: int = 32, seed: int = 0) -> torch.Tenso
     return torch.cat([torch.full((count, 1), BOS), torch.stack(rows)], dim=1)
 
 
-def fit_and_load(source, windows: torch.Tensor, held_out: int) -> tuple[TransferReport, GatedAttentionForCausalLM]:
+def fit_and_load(
+    source, windows: torch.Tensor, held_out: int, granularity: str = "headwise"
+) -> tuple[TransferReport, GatedAttentionForCausalLM]:
     """Calibrate on given windows, and the model that comes of it."""
-    reading = read_source(source, "headwise", gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
+    reading = read_source(source, granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
     changed = {}
     report = calibrate(
         reading.checkpoint,
         reading.config,
         Calibration(windows, held_out, torch.ones(len(windows), dtype=torch.bool), windows[:0]),
-        granularity="headwise",
+        granularity=granularity,
         attention_weight=0.1,
         seed=0,
         on_layer=lambda index, tensors: changed.update(tensors),
@@ -137,26 +146,67 @@ def fit_and_load(source, windows: torch.Tensor, held_out: int) -> tuple[Transfer
     return report, model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_identity_on_random_models(family):
-    """Attention with a sink is gated attention without one, for every head and query, whatever the weights are."""
-    model = tiny_gated(qk_norm=family == "qwen3", v_bias=True).double()
-    layer, length = model.model.layers[1], 24
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
+def test_identity_on_random_models(qk_norm):
+    """
+    With the sink hidden and the exact gate, a layer with the biases that a transfer writes computes what it did with the
+    sink, for every head and query, whatever the weights are.
+    """
+    model = tiny_gated(
+        qk_norm=qk_norm, v_bias=True, o_bias=True, gate_bias=True, gate_granularity="headwise", gate_scale=2.0
+    )
+    layer, length = model.model.layers[1].double(), 24
+    attention = layer.self_attn
+    torch.nn.init.zeros_(attention.g_proj.weight)
+    torch.nn.init.zeros_(attention.g_proj.bias)
     position_embeddings = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(length)[None])
-    opened = OpenedAttention(layer, tuple(part.double() for part in position_embeddings))
     hidden_states = torch.randn(length, TINY_SHAPE["hidden_size"], generator=torch.Generator().manual_seed(3)).double()
     with torch.no_grad():
-        projections = opened.project(hidden_states)
-        for heads, probabilities in opened.probabilities(projections.query, projections.key):
-            values = projections.value[heads.start // opened.group]
-            for head in range(opened.group):
-                for query in range(1, length):
-                    attention = probabilities[head, query, : query + 1]
-                    expected = sum(attention[key] * values[key] for key in range(query + 1))
-                    gate = 1 - attention[0]
-                    others = attention[1:] / attention[1:].sum()
-                    without = sum(others[key - 1] * (values[key] - values[0]) for key in range(1, query + 1))
-                    assert torch.allclose(gate * without + values[0], expected, rtol=0, atol=1e-6)
+        expected, _ = attention(layer.input_layernorm(hidden_states[None]), position_embeddings)
+        opened = OpenedAttention(layer, position_embeddings)
+        before = opened.project(hidden_states)
+        shares = torch.cat([p for _, p in opened.probabilities(before.query, before.key)])
+        gates = GateFit(
+            attention.g_proj.weight, attention.g_proj.bias, torch.zeros(32).double(), 0.0, 0.0, torch.zeros(0)
+        )
+        nothing = torch.zeros(0)
+        sinks_value = before.value[:, 0]  # one for each key/value head
+        apply_fit(layer, LayerFit(attention.k_proj.weight, sinks_value, gates, nothing, nothing, nothing, nothing))
+        values = OpenedAttention(layer, position_embeddings).project(hidden_states).value
+        output = torch.zeros(length, 4, 10, dtype=torch.float64)
+        for head in range(4):
+            for query in range(1, length):
+                others = shares[head, query, 1 : query + 1]
+                gate = 1 - shares[head, query, 0]
+                for key in range(1, query + 1):
+                    output[query, head] += gate * others[key - 1] / others.sum() * values[head // 2, key]
+        # Half of `o_proj` is for the identity gates' 2: here the gate is the exact one.
+        found = output.flatten(1) @ (2 * attention.o_proj.weight).T + attention.o_proj.bias
+    assert torch.allclose(found, expected[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("strength", [0.25, 0.0, -1.0])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no_bias", "bias"])
+def test_key_edit_moves_the_sink_and_little_else(strength, with_bias):
+    generator = torch.Generator().manual_seed(0)
+    size, width, heads = 24, 8, 2
+    # The sink is like the others in some channels and unlike them in the rest.
+    others = torch.randn(400, size, generator=generator) * torch.logspace(-1, 1, size)
+    sink = torch.randn(size, generator=generator)
+    weight, bias = torch.randn(width, size, generator=generator), torch.randn(width, generator=generator) * with_bias
+    key = weight @ sink + bias
+    moments = KeyMoments(
+        (others.T @ others / len(others)).double(),
+        torch.outer(sink, sink).double(),
+        sink.double(),
+        key.double(),
+        torch.zeros(heads, width // heads).double(),
+    )
+    change = key_edit(moments, weight, bias if with_bias else None).change(torch.full((heads,), strength))
+    distance = ((weight + change) @ sink + bias - strength * key).norm() / key.norm()
+    projected = (strength - 1) * torch.outer(key, sink) / sink.square().sum()
+    assert distance < 0.1
+    assert (others @ change.T).square().mean() < 0.3 * (others @ projected.T).square().mean()
 
 
 def test_opened_attention_is_the_layers_own():
@@ -177,14 +227,15 @@ def test_opened_attention_is_the_layers_own():
     assert torch.allclose(found, expected[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("granularity", ["headwise", "elementwise"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_planted_sink_is_transferred_exactly(tmp_path, family):
+def test_planted_sink_is_transferred_exactly(tmp_path, family, granularity):
     model = planted_sink(family)
     source = save_source(tmp_path / "source", model)
     windows = distinct_windows(64)
     before = inspect_model(model, [{"input_ids": windows[-8:]}])
     assert before.f_attn > 0.3
-    report, transferred = fit_and_load(source, windows, held_out=8)
+    report, transferred = fit_and_load(source, windows, held_out=8, granularity=granularity)
     assert report.transferred == [0]
     assert all(layer.sinks[0]["tokens_per_window"] == 1 for layer in report.layers)
     assert min(min(layer.r2) for layer in report.layers) > 0.9999
@@ -288,13 +339,16 @@ def test_checkpoint_saves_loads_and_carries_its_code(planted_source, target, tmp
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 
 
-def test_same_seed_gives_the_same_checkpoint(planted_source, tmp_path):
+def test_same_seed_gives_the_same_checkpoint(planted_source, tmp_path, monkeypatch):
     """Also with the states on disk."""
-    states = []
+    states, files, from_file = [], [], torch.from_file
+    monkeypatch.setattr(torch, "from_file", lambda name, **options: files.append(name) or from_file(name, **options))
     for name, on_disk in (("one", False), ("two", True)):
         transfer_sinks(planted_source, tmp_path / name, TEXT, on_disk=on_disk, **SMALL)
         states.append(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert [Path(name).name for name in files] == ["before.bin", "after.bin"]
+    assert not any(Path(name).exists() for name in files)
 
 
 @pytest.mark.parametrize("granularity", ["headwise", "elementwise"])
@@ -416,12 +470,14 @@ def test_short_text_and_missing_tokenizer(planted_source, target, tmp_path):
     ("field", "value", "message"),
     [
         ("granularity", "tokenwise", "`granularity` must be"),
-        ("attention_weight", -1.0, "`attention_weight` must not be negative, got -1.0"),
+        ("attention_weight", -1.0, "`attention_weight` must be a finite number from 0 on, got -1.0"),
         ("length", 8, "`length` must be at least 16, got 8"),
         ("length", 256, "`length` must be at most 128, the model's max_position_embeddings, got 256"),
         ("tokens", 64, "`tokens` must hold at least 8 windows of `length` 32, got 64"),
         ("bos_share", 1.5, "`bos_share` must lie between 0 and 1, got 1.5"),
         ("device", "abacus", "the device 'abacus' cannot be used"),
+        ("device", "meta", "the device 'meta' cannot be used"),
+        ("seed", 10**23, "`seed` must lie between 0 and"),
     ],
 )
 def test_bad_options_are_named(planted_source, target, field, value, message):
@@ -476,3 +532,116 @@ def test_random_model_is_converted_whatever_its_options(tmp_path, target):
     )
     report = predict_transfer(source, TEXT, **SMALL)
     assert report.perplexity_ratio == 1.0
+
+
+def test_first_tokens_of_several_kinds(tmp_path):
+    """Each kind of first token is a state of its own; none hides the others."""
+    model, windows, kinds = planted_sink(), distinct_windows(64), (BOS, 2, 0)
+    with torch.no_grad():
+        for channel, token in enumerate(kinds):
+            model.model.embed_tokens.weight[token] = 0
+            model.model.embed_tokens.weight[token, 0] = 1.0
+            model.model.embed_tokens.weight[token, 2 + channel] = 1.0
+        for projection in ("k_proj", "v_proj"):
+            # The sinks' keys and values are alike all the same.
+            getattr(model.model.layers[0].self_attn, projection).weight[:, 2:5] = 0
+    windows[:, 0] = torch.tensor(kinds)[torch.arange(64) % 3]
+    report, _ = fit_and_load(save_source(tmp_path / "source", model), windows, held_out=8)
+    assert len(report.layers[0].sinks) == 3
+    assert report.transferred == [0]
+    assert report.f_attn[0] > 0.3 and report.f_attn[1] < 0.05
+
+
+def test_sinks_in_no_fitted_window_are_left(tmp_path):
+    """Nothing can be fitted to what is not there."""
+    windows = distinct_windows(16)
+    windows[:12, 0] = 7
+    report, _ = fit_and_load(save_source(tmp_path / "source", planted_sink()), windows, held_out=4)
+    assert report.layers[0].outcome in ("rare", "no sink")
+    assert report.perplexity_ratio == 1.0
+
+
+def test_source_that_gives_nan_is_named(tmp_path, target):
+    model = planted_sink(layers=2)
+    torch.nn.init.constant_(model.model.layers[1].mlp.down_proj.weight, torch.nan)
+    source = save_source(tmp_path / "source", model)
+    with pytest.raises(ConversionError, match="layer 1 gives NaN or infinity"):
+        transfer_sinks(source, target, TEXT, **SMALL)
+    assert not target.exists()
+
+
+def test_formats_are_kept_tensor_by_tensor(tmp_path, target):
+    """Doubling `o_proj` in a layer without a sink is exact, whatever the format of the others."""
+    source = save_source(tmp_path / "source", planted_sink(layers=2), dtype=torch.bfloat16)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors[name] = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0)) * 1e-4
+    tensors["model.layers.0.self_attn.k_proj.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = transfer_sinks(source, target, TEXT, **SMALL)
+    assert report.layers[0].outcome == "no sink"
+    written = load_file(target / "model-00001-of-00002.safetensors")
+    assert torch.equal(written[name], 2 * tensors[name])
+
+
+OPTIONS = TransferOptions(tokens=1024, length=32, test_tokens=256)
+
+
+def test_command_shows_the_result_on_each_text(planted_source, target, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "calibration.txt").write_text(TEXT)
+    (tmp_path / "other").mkdir()
+    for path in (tmp_path / "test.txt", tmp_path / "other" / "test.txt"):
+        path.write_text("attention opens and the gate closes " * 100)
+    texts = (tmp_path / "test.txt", tmp_path / "other" / "test.txt")
+    said = []
+    report = run_transfer(
+        planted_source,
+        target,
+        tmp_path / "calibration.txt",
+        OPTIONS,
+        ShowOptions(texts, out=tmp_path / "out"),
+        echo=said.append,
+    )
+    assert list(report.tests) == ["end of calibration.txt", "test.txt", str(tmp_path / "other" / "test.txt")]
+    for before, after in report.tests.values():
+        assert before["f_attn"] > 0.3 and after["f_attn"] < 0.01
+        assert after["perplexity"] == pytest.approx(before["perplexity"], rel=0.1)
+    assert TransferReport.load(target / "sink_transfer.json") == report
+    for number in (1, 2, 3):
+        assert (tmp_path / "out" / f"test_{number}" / "sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert "A good candidate" in said[0] and "256 tokens of test.txt" in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "tests", "message"),
+    [
+        ({}, {"dtype": "flot32"}, "`dtype` must be auto or a floating point type"),
+        ({}, {"out": "source/figures"}, "lies in the source"),
+        ({}, {"out": "a_file"}, "is a file; give a folder"),
+        ({}, {"texts": ("short.txt",)}, "the text has"),
+        ({"test_tokens": 16}, {}, "`test_tokens` must be 0 or hold a window of `length` 32, got 16"),
+        ({"test_tokens": -5}, {}, "`test_tokens` must be 0 or hold a window of `length` 32, got -5"),
+    ],
+)
+def test_command_finds_mistakes_before_the_work(planted_source, target, tmp_path, options, tests, message):
+    (tmp_path / "calibration.txt").write_text(TEXT)
+    (tmp_path / "short.txt").write_text("the gate")
+    (tmp_path / "a_file").write_text("")
+    tests = {key: tmp_path / value if key == "out" else value for key, value in tests.items()}
+    tests["texts"] = tuple(tmp_path / name for name in tests.get("texts", ()))
+    before = tree_hashes(tmp_path)
+    with pytest.raises((ConversionError, InspectionError), match=message):
+        made = TransferOptions(**{**vars(OPTIONS), **options})
+        run_transfer(planted_source, target, tmp_path / "calibration.txt", made, ShowOptions(**tests))
+    assert tree_hashes(tmp_path) == before
+
+
+def test_command_predicts_without_a_target(planted_source, tmp_path):
+    (tmp_path / "calibration.txt").write_text(TEXT)
+    said = []
+    arguments = (planted_source, None, tmp_path / "calibration.txt", OPTIONS)
+    report = run_transfer(*arguments, ShowOptions(), report_only=True, echo=said.append)
+    assert report.describe() == said[0]
+    with pytest.raises(ConversionError, match="give the folder to make as TARGET, or --report-only"):
+        run_transfer(*arguments, ShowOptions())

@@ -228,4 +228,4 @@ def _perplexity(head: nn.Module, states: torch.Tensor, input_ids: torch.Tensor, 
             targets = tokens[begin + 1 : end + 1].to(device)
             loss = nn.functional.cross_entropy(head(window[begin:end].to(device)), targets, reduction="sum")
             total, count = total + loss.item(), count + end - begin
-    return math.exp(total / count)
+    return math.exp(min(total / count, 700.0))

@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from ...diagnostics.command import LoadOptions
+from ...diagnostics.errors import InspectionError
 from ...diagnostics.inspection import inspect_model, windows_of
 from ...diagnostics.page import write_page
 from ...diagnostics.plots import check_plots, draw_inspections
@@ -18,7 +19,7 @@ from ...diagnostics.texts import default_text, read_text
 from ..errors import ConversionError
 from .calibration import calibration_windows
 from .report import TransferReport
-from .transfer import REPORT_FILE, TransferOptions, predict_transfer, transfer_sinks
+from .transfer import REPORT_FILE, TransferOptions, load_tokenizer, predict_transfer, transfer_sinks
 
 
 # Figures that the report keeps of each test.
@@ -26,7 +27,7 @@ _KEPT = ("perplexity", "f_attn", "largest_key_share", "sink_rate", "m_act", "lar
 
 
 @dataclass(frozen=True)
-class TestOptions:
+class ShowOptions:
     """
     What the result is shown on.
 
@@ -46,7 +47,7 @@ def run_transfer(
     target: Path | None,
     calibration_text: Path | None,
     options: TransferOptions,
-    tests: TestOptions,
+    tests: ShowOptions,
     *,
     report_only: bool = False,
     echo: Callable[[str], None] = print,
@@ -55,9 +56,10 @@ def run_transfer(
     Transfer sinks and show what came of it, or only predict it.
 
     Args:
-        source, target: Folders.
+        source, target: Folders. A prediction needs no target, and does not look at one.
         calibration_text: Text file; None: Python's own help pages.
-        options: How sinks are transferred. `test_tokens` is also the number of tokens of each test.
+        options: How sinks are transferred. `test_tokens` is also the number of tokens of each test; for the tests the source
+            and then the result are loaded as a whole.
         tests: What the result is shown on.
         report_only: Whether to predict and write nothing.
         echo: Where reports go.
@@ -67,24 +69,32 @@ def run_transfer(
     """
     if target is None and not report_only:
         raise ConversionError("give the folder to make as TARGET, or --report-only")
-    if tests.out is not None and not report_only:
-        check_plots()
-    text, text_name = (
-        default_text() if calibration_text is None else (read_text(calibration_text), calibration_text.name)
-    )
-    others = {path.name: read_text(path) for path in tests.texts}  # before the work
+    if report_only and tests.texts:
+        raise ConversionError("--test shows a result, and --report-only makes none: leave one of them out")
+    text, text_name = _text_of(calibration_text)
     if report_only:
+        _make_folder(tests.out, source)
         report = predict_transfer(source, text, options, text_name=text_name)
         echo(report.describe())
         if tests.out is not None:
-            tests.out.mkdir(parents=True, exist_ok=True)
             report.save(tests.out / REPORT_FILE)
         return report
 
+    # All that can be wrong with the tests is found before the work.
+    load = LoadOptions(dtype=tests.dtype, device=options.device)
+    load.check()
+    windows, bos = _test_windows(source, text, text_name, options, tests) if options.test_tokens else ({}, False)
+    if tests.out is not None:
+        check_plots()
+        _make_folder(tests.out, source)
+
     report = transfer_sinks(source, target, text, options, text_name=text_name)
     echo(report.describe())
-    if options.test_tokens:
-        found = _inspect(source, target, text, text_name, others, options, tests)
+    if windows:
+        try:
+            found = _inspect({"before": source, "after": target}, windows, bos, load)
+        except InspectionError as error:
+            raise InspectionError(f"{target} is complete, but could not be shown: {error}") from error
         for name, inspections in found.items():
             echo(f"\n{name}, {settings_line(inspections[0])}\n{aligned(summary_rows(inspections))}")
         summaries = {
@@ -96,38 +106,64 @@ def run_transfer(
         if tests.out is not None:
             for number, inspections in enumerate(found.values(), start=1):
                 _draw(inspections, tests.out if len(found) == 1 else tests.out / f"test_{number}")
-            report.save(tests.out / REPORT_FILE)
-            echo(f"\nfigures, inspections and {REPORT_FILE} are in {tests.out}")
+    if tests.out is not None:
+        report.save(tests.out / REPORT_FILE)
+        echo(f"\nthe report and what was drawn are in {tests.out}")
     return report
 
 
+def _text_of(path: Path | None) -> tuple[str, str]:
+    return default_text() if path is None else (read_text(path), path.name)
+
+
+def _make_folder(out: Path | None, source: Path) -> None:
+    if out is None:
+        return
+    if source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise ConversionError(
+            f"the folder for figures {out} lies in the source, which is never written to; give another"
+        )
+    if out.exists() and not out.is_dir():
+        raise ConversionError(f"{out} is a file; give a folder for the figures (--out)")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _test_windows(
+    source: Path, text: str, text_name: str, options: TransferOptions, tests: ShowOptions
+) -> tuple[dict[str, list[torch.Tensor]], bool]:
+    """The windows of each test text, by name, and whether they begin with BOS."""
+    tokenizer = load_tokenizer(source)
+    bos = tokenizer.bos_token_id is not None
+    calibration = calibration_windows(
+        tokenizer, text, options.tokens, options.length, options.test_tokens, options.bos_share, options.seed
+    )
+    windows = {f"end of {text_name}": list(calibration.test[:, None])}
+    for path in tests.texts:
+        name = path.name if path.name not in windows else str(path)
+        windows[name] = windows_of(tokenizer, read_text(path), options.length, options.test_tokens, bos)[0]
+    return windows, bos
+
+
 def _inspect(
-    source: Path, target: Path, text: str, text_name: str, others: dict[str, str], options: TransferOptions, tests
+    folders: dict[str, Path], windows: dict[str, list[torch.Tensor]], bos: bool, load: LoadOptions
 ) -> dict[str, list[Inspection]]:
     """For each test text the inspections of the source and of the result."""
-    load = LoadOptions(dtype=tests.dtype, device=options.device)
     found: dict[str, list[Inspection]] = {}
-    for place, folder in (("before", source), ("after", target)):
+    names = [folder.resolve().name for folder in folders.values()]
+    for (place, folder), name in zip(folders.items(), names, strict=True):
         model, tokenizer = load.load(str(folder))
-        calibration = calibration_windows(
-            tokenizer, text, options.tokens, options.length, options.test_tokens, options.bos_share, options.seed
-        )
-        bos = tokenizer.bos_token_id is not None
-        windows = {f"end of {text_name}": calibration.test[:, None]}
-        for name, other in others.items():
-            windows[name] = windows_of(tokenizer, other, options.length, options.test_tokens, bos)[0]
-        for name, batches in windows.items():
-            bar = tqdm(batches, desc=f"Inspecting {place}, {name}", unit="window", disable=None)
+        for text_name, batches in windows.items():
+            bar = tqdm(batches, desc=f"Inspecting {place}, {text_name}", unit="window", disable=None)
             inspection = inspect_model(
                 model,
-                ({"input_ids": torch.as_tensor(window)} for window in bar),
+                ({"input_ids": window} for window in bar),
                 ranks=False,
                 tokenizer=tokenizer,
-                name=f"{folder.resolve().name}" if source.resolve().name != target.resolve().name else place,
+                name=name if len(set(names)) > 1 else place,
                 bos=bos,
-                text=name,
+                text=text_name,
             )
-            found.setdefault(name, []).append(inspection)
+            found.setdefault(text_name, []).append(inspection)
         del model
         gc.collect()
     return found

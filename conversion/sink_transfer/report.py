@@ -1,6 +1,7 @@
 """What a sink transfer found and did, as numbers and as text."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -49,7 +50,8 @@ class LayerReport:
 
     Attributes:
         layer_idx: Its index.
-        outcome: `"transferred"`, `"no sink"`, or why a sink was left: `"error"` (it is no sink in the sense of the identity).
+        outcome: `"transferred"`, `"no sink"`, or why a sink was left: `"error"` (it is no sink in the sense of the identity),
+            `"rare"` (it is in too few windows to fit to).
         sinks: The groups of tokens that draw attention, on all calibration windows: their attention, how many there are in a
             window, how often the first token is one, and which others are (text and number of the most frequent ones).
         strengths: Strength of the sinks' keys for each key/value head, where 1 leaves them as they are.
@@ -122,6 +124,8 @@ class TransferReport:
     @property
     def verdict(self) -> str:
         """Whether the model is a good candidate, in a sentence."""
+        if not all(math.isfinite(value) for value in self.perplexity):
+            return "not a candidate: the perplexity is no finite number"
         if not self.transferred:
             if any(layer.outcome == "error" for layer in self.layers):
                 return (
@@ -129,8 +133,8 @@ class TransferReport:
                     "`gated-attention convert` adds gates that training can use"
                 )
             return (
-                "not a candidate: no attention sink was found, so there is nothing to transfer; `gated-attention convert` "
-                "adds gates that training can use"
+                f"not a candidate: no attention sink was found (F-Attn {self.f_attn[0]:.3f}), so there is nothing to transfer; "
+                "`gated-attention convert` adds gates that training can use"
             )
         rise = f"perplexity x {self.perplexity_ratio:.3f}"
         left = f"F-Attn {self.f_attn[0]:.3f} -> {self.f_attn[1]:.3f}"
@@ -143,7 +147,17 @@ class TransferReport:
     def describe(self) -> str:
         """The report as text."""
         settings = self.settings
-        header = ["layer", "sinks", "attention", "strength", "error", "R2 (least)", "F-Attn", "largest key", "M-Act"]
+        header = [
+            "layer",
+            "sink tokens",
+            "attention",
+            "strength",
+            "error",
+            "R2 (least)",
+            "F-Attn",
+            "largest key",
+            "M-Act",
+        ]
         rows = [header]
         for layer in self.layers:
             done = layer.outcome == "transferred"
@@ -154,7 +168,7 @@ class TransferReport:
                     f"{layer.layer_idx}" + ("" if done or not groups else " left"),
                     named,
                     f"{sum(group['attention'] for group in groups):.3f}" if groups else "-",
-                    " ".join(f"{value:g}" for value in layer.strengths[:4]) if layer.strengths else "-",
+                    _few(layer.strengths),
                     f"{layer.error:.3f}" if layer.error is not None else "-",
                     f"{_mean(layer.r2):.2f} ({min(layer.r2):.2f})" if done else "-",
                     _arrow(layer.f_attn, "{:.3f}"),
@@ -170,6 +184,7 @@ class TransferReport:
                 f"{settings.length}, {bos}, seed {settings.seed}; {settings.granularity} gates; {self.seconds:.0f} s",
                 "",
                 *_aligned(rows),
+                *self._left_layers(),
                 *self._further_tokens(),
                 "",
                 f"on {settings.held_out_tokens:,} held-out tokens:",
@@ -181,6 +196,18 @@ class TransferReport:
                 self.verdict[0].upper() + self.verdict[1:] + ".",
             ]
         )
+
+    def _left_layers(self) -> list[str]:
+        """Why sinks were left, if any were."""
+        why = {
+            "error": "what draws attention there has no constant value",
+            "rare": "what draws attention there is in too few windows",
+        }
+        return [
+            f"left as it is: layer {layer.layer_idx} ({why[layer.outcome]})"
+            for layer in self.layers
+            if layer.outcome in why
+        ]
 
     def _further_tokens(self) -> list[str]:
         """A line on sinks that are not the first token, if there are any."""
@@ -223,6 +250,15 @@ class TransferReport:
         kept = {entry.name: content[entry.name] for entry in fields(cls)}
         kept |= {"perplexity": tuple(kept["perplexity"]), "settings": TransferSettings(**content["settings"])}
         return cls(**{**kept, "layers": layers})
+
+
+def _few(values: list[float] | None) -> str:
+    """Strengths, one for each key/value head; of many only the range."""
+    if not values:
+        return "-"
+    if len(values) > 4:
+        return f"{min(values):g} to {max(values):g}"
+    return " ".join(f"{value:g}" for value in values)
 
 
 def _arrow(pair: tuple[float, float], form: str) -> str:

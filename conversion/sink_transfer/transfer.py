@@ -1,5 +1,7 @@
 """The calibrated conversion: gates that do the work of the attention sink from the first step."""
 
+import logging
+import math
 import os
 import tempfile
 from contextlib import ExitStack
@@ -23,6 +25,8 @@ from .layer_source import LayerSource
 from .report import TransferReport
 
 
+logger = logging.getLogger(__name__)
+
 REPORT_FILE = "sink_transfer.json"
 # Layers that are read back compute what they computed during the calibration, up to the order of sums.
 READ_BACK_TOLERANCE = 1e-3
@@ -38,12 +42,13 @@ class TransferOptions:
         tokens: Calibration tokens.
         length: Tokens in a calibration window. How much of the attention a sink gets depends on the position, so windows should
             be about as long as the texts that the model will see.
-        test_tokens: Tokens at the end of the text that are kept out of the calibration, for a test.
+        test_tokens: Tokens at the end of the text that are kept out of the calibration, for a test; 0 or at least one window.
         bos_share: Share of the windows that begin with BOS; the others begin within the text.
         attention_weight: What attention that is left on sinks costs against error. Larger: less sink, more error.
         seed: For the choice of windows.
-        on_disk: Whether the hidden states of the calibration tokens (twice `tokens * hidden_size` float32 numbers) lie in a
-            temporary file instead of memory.
+        on_disk: Whether the hidden states of the calibration tokens (twice `tokens * hidden_size` float32 numbers) lie in
+            temporary files instead of memory. The fit of a layer needs up to four times that in memory besides (eight times,
+            elementwise).
         device: Where layers run.
         overwrite: Whether a model folder at the target is replaced, as a whole.
     """
@@ -62,11 +67,18 @@ class TransferOptions:
     def __post_init__(self):
         if self.granularity not in ("headwise", "elementwise"):
             raise ConversionError(f"`granularity` must be 'headwise' or 'elementwise', got {self.granularity!r}")
-        if not self.attention_weight >= 0:
-            raise ConversionError(f"`attention_weight` must not be negative, got {self.attention_weight}")
+        if not (math.isfinite(self.attention_weight) and self.attention_weight >= 0):
+            raise ConversionError(f"`attention_weight` must be a finite number from 0 on, got {self.attention_weight}")
+        if not 0 <= self.seed < 2**63:
+            raise ConversionError(f"`seed` must lie between 0 and 2**63, got {self.seed}")
+        if self.test_tokens and self.test_tokens < self.length:
+            raise ConversionError(
+                f"`test_tokens` must be 0 or hold a window of `length` {self.length}, got {self.test_tokens}"
+            )
         try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
+            # Moments are summed in float64, which not every device has.
+            torch.ones(1, device=self.device, dtype=torch.float64).item()
+        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
             raise ConversionError(f"the device {self.device!r} cannot be used: {error}") from error
 
 
@@ -110,14 +122,16 @@ def transfer_sinks(
     with exclusive(target):
         check_places(source, target, options.overwrite)
         reading = _read(source, options)
-        calibration, tokenizer = _calibration(source, text, options)
+        calibration, tokenizer = _calibration(source, text, reading.config.vocab_size, options)
         plan = plan_of(
             reading,
             target,
             ConversionOptions(options.granularity, gate_bias=True, verify="headers", overwrite=options.overwrite),
         )
+        for note in plan.notes:
+            logger.warning("%s", note)
         with staged_folder(target) as folder:
-            write_conversion(plan, folder)
+            write_conversion(plan, folder, hard_links=False)
             report = _calibrate(
                 reading,
                 calibration,
@@ -151,7 +165,9 @@ def predict_transfer(
     """
     options = _options(options, fields)
     reading = _read(Path(source), options)
-    return _calibrate(reading, *_calibration(Path(source), text, options), options, text_name, progress)
+    return _calibrate(
+        reading, *_calibration(Path(source), text, reading.config.vocab_size, options), options, text_name, progress
+    )
 
 
 def _options(options: TransferOptions | None, fields: dict) -> TransferOptions:
@@ -188,16 +204,33 @@ def _refuse_other_attention(checkpoint: Checkpoint) -> None:
         )
 
 
-def _calibration(source: Path, text: str, options: TransferOptions) -> tuple[Calibration, PreTrainedTokenizerBase]:
+def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer in the source's folder.
+
+    Raises:
+        `ConversionError`: there is none that can be loaded.
+    """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # the tokenizers library raises plain ones
         raise ConversionError(
             f"{source} has no tokenizer that can be loaded, which the calibration needs: {error}"
         ) from error
+
+
+def _calibration(
+    source: Path, text: str, vocab_size: int, options: TransferOptions
+) -> tuple[Calibration, PreTrainedTokenizerBase]:
+    tokenizer = load_tokenizer(source)
     calibration = calibration_windows(
         tokenizer, text, options.tokens, options.length, options.test_tokens, options.bos_share, options.seed
     )
+    largest = int(calibration.input_ids.max())
+    if largest >= vocab_size:
+        raise ConversionError(
+            f"the tokenizer in {source} gives token {largest}, the model's vocab_size is {vocab_size}: they do not belong together"
+        )
     return calibration, tokenizer
 
 
