@@ -11,6 +11,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, Trainer, Trainer
 
 from gated_attention import inspect_model
 from gated_attention.diagnostics import DiagnosticsCallback, InspectionError
+from gated_attention.diagnostics.callback import gate_weights
 
 
 HELD = {"input_ids": tiny_input_ids(2, 18, seed=11)}
@@ -223,3 +224,11 @@ def test_native_gates_of_a_stock_model_count(tmp_path):
         (gate_rows() - start).square().mean().sqrt().item(), rel=1e-4
     )
     assert logged["diagnostics/grad_norm_gates"] > 0
+
+
+def test_quantised_gates_are_left_out():
+    """Nothing of them is trained, and their numbers are not weights."""
+    model = tiny_gated()
+    gate = model.model.layers[1].self_attn.g_proj
+    gate.weight = torch.nn.Parameter(torch.zeros(gate.weight.shape, dtype=torch.int8), requires_grad=False)
+    assert [name.split(".")[2] for name in gate_weights(model)] == ["0", "2"]

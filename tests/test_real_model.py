@@ -7,9 +7,10 @@ import torch
 from conftest import tree_hashes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gated_attention import GatedAttentionForCausalLM, convert_checkpoint, inspect_model
+from gated_attention import GatedAttentionForCausalLM, convert_checkpoint, inspect_model, inspect_text, transfer_sinks
 from gated_attention.demo import DemoError, demo_checkpoint
 from gated_attention.diagnostics import streaming_perplexity
+from gated_attention.diagnostics.texts import default_text
 
 
 pytestmark = pytest.mark.slow
@@ -95,3 +96,19 @@ def test_greedy_generation_is_the_same_for_64_tokens(smollm2, converted, text):
     ]
     assert generated[0].shape == (1, 128)
     assert torch.equal(*generated)
+
+
+def test_sink_is_transferred(smollm2, tmp_path):
+    """With a quarter of the tokens that the figures of the README are made with."""
+    text, _ = default_text()
+    report = transfer_sinks(smollm2, tmp_path / "transferred", text, tokens=8192, length=256, progress=False)
+    assert report.f_attn[0] > 0.3 and report.f_attn[1] < 0.02
+    assert report.largest_key_share[1] < 0.05
+    assert report.perplexity_ratio < 1.25
+    # The sink that no layer up to 11 can undo is in all of the later ones.
+    assert set(range(12, 30)) <= set(report.transferred) and 0 not in report.transferred
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "transferred")
+    found = inspect_text(
+        model, AutoTokenizer.from_pretrained(smollm2), text, length=256, tokens=2048, bos=True, ranks=False
+    )
+    assert found.f_attn < 0.02 and found.sink_rate < 0.01
