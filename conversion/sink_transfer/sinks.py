@@ -18,9 +18,11 @@ from .opened_attention import OpenedAttention
 # Cosine to the leader's state (less the mean over tokens) from which a token counts as being in the same state. The cosines are bimodal where a sink is.
 SAME_STATE = 0.8
 # What a group of tokens must take of the layer's attention: a share, and so many times what it would get if queries looked
-# at all tokens alike. What it may make up of a window: a share of the tokens, or a token or two of a short one.
+# at all tokens alike, unless it takes a large share (in a short window no token can get ten times as much). What it may make
+# up of a window: a share of the tokens, or a token or two of a short one.
 LEAST_ATTENTION = 0.05
-LEAST_EXCESS = 2.0
+LEAST_EXCESS = 10.0
+LARGE_ATTENTION = 0.3
 LARGEST_SHARE_OF_TOKENS = 0.03
 LEAST_TOKENS = 1.5
 MOST_GROUPS = 8
@@ -107,7 +109,9 @@ def find_sinks(opened: OpenedAttention, hidden_states: torch.Tensor, input_ids: 
         weighted = (left * members)[..., None]
         members = (states @ normalize((weighted * states).sum((0, 1)), dim=-1) > SAME_STATE) & ~mask
         attention = received[members].sum().item() / windows
-        least = max(LEAST_ATTENTION, LEAST_EXCESS * alike[members].sum().item() / windows)
+        by_chance = alike[members].sum().item() / windows
+        present = members.any(1).float().mean().item()  # first tokens of one kind are in some windows only
+        least = max(LEAST_ATTENTION, min(LEAST_EXCESS * by_chance, LARGE_ATTENTION * present))
         if attention >= least and members.sum() <= most_tokens * windows:
             further = Counter(input_ids[:, 1:][members[:, 1:]].tolist())
             groups.append(
