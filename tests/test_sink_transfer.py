@@ -299,6 +299,7 @@ def test_sinks_beside_the_first_token(tmp_path):
     (group,) = report.layers[0].sinks
     assert group["tokens_per_window"] == 2 and group["first_token_share"] == 1
     assert group["further_tokens"] == [[str(second), 64]]
+    assert f"sinks beside the first token in layers 0; most often '{second}'" in report.describe()
     after = inspect_model(transferred, [{"input_ids": windows[-4:]}])
     assert before.largest_key_share > 0.2 and after.largest_key_share < 0.05
     assert after.perplexity == pytest.approx(before.perplexity, rel=0.01)

@@ -221,7 +221,7 @@ class TransferReport:
                     counts[str(token)] = max(counts.get(str(token), 0), number)
         most = sorted(counts, key=counts.get, reverse=True)[:5]
         named = ", ".join(f"{token!r}" for token in most)
-        return ["", f"sinks beside the first token in layers {', '.join(map(str, layers))}; most often {named}"]
+        return ["", f"sinks beside the first token in layers {_ranges(layers)}; most often {named}"]
 
     def to_dict(self) -> dict:
         summary = {
@@ -259,6 +259,17 @@ def _few(values: list[float] | None) -> str:
     if len(values) > 4:
         return f"{min(values):g} to {max(values):g}"
     return " ".join(f"{value:g}" for value in values)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, neighbours put together: `3-10, 12`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _arrow(pair: tuple[float, float], form: str) -> str:
