@@ -3,7 +3,7 @@ Trains a small model of Qwen3's architecture (QK-norm, grouped queries) that has
 
 No small Qwen3 checkpoint can be had from the package index, and the sink transfer has to be tried on one: the norm after `k_proj`
 leaves the direction of a key to an edit, and nothing of its length. By itself a model this small forms no sink within minutes (tried:
-2,400 steps on text, and the task of arXiv 2410.13835), so for the first two thirds of the steps heads that give the first token less
+1,200 steps on text, and the task of arXiv 2410.13835), so for the first two thirds of the steps heads that give the first token less
 than a share of their attention pay for it; the last third is plain training. Default text: Python's own help pages.
 
     python benchmarks/train_qwen3.py OUTPUT [--text FILE ...] [--steps 900] [--bos/--no-bos]

@@ -8,7 +8,7 @@ other tokens' keys least, in the sense of least squares over the calibration tok
 
 with k the sinks' mean key: strength 1 leaves them, 0 makes them neutral, below 0 they repel. With second moments C of the other
 tokens and S of the sinks this is D = mu (k* m^T - W S) (C + mu S)^-1, linear in k*. Projecting the sink's direction out of W instead, as in
-W - (1 - strength) W u u^T / |u|^2, changes every token that has a component along u: on SmolLM2 by ten to fifty times as much.
+W - (1 - strength) W u u^T / |u|^2, changes every token that has a component along u: on SmolLM2 by three to fifty times as much.
 """
 
 from dataclasses import dataclass
