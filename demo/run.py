@@ -76,7 +76,7 @@ def run_demo(model_name: str | None = None, output: Path = Path("demo-output"), 
     model, training = train_gates(converted, trained, tokenizer, texts["train"], texts["held_out"], steps, sequence)
     draw_training(training, output / "demo.png")
 
-    _title("6. Move the attention sink into the gates, and nothing but that")
+    _title("6. Move the attention sink into the gates of a fresh copy")
     transferred = _transfer(source, output / "transferred", short)
 
     _title("7. Load the trained model again, with this package and in a process without it")
