@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .places import check_reserved_names
-from .plan import ConversionOptions, ConversionPlan, plan_conversion
+from .plan import ConversionOptions, ConversionPlan, options_from, plan_conversion
 from .staging import exclusive, staged_folder
 from .verify import audit_headers, compare_logits
 from .write import write_conversion
@@ -52,9 +52,7 @@ def convert_checkpoint(
 
     >>> convert_checkpoint("SmolLM2-135M", "SmolLM2-135M-gated", granularity="headwise")
     ```"""
-    if options is not None and fields:
-        raise TypeError(f"give `options` or its fields as keywords, not both: got options and {sorted(fields)}")
-    options = options or ConversionOptions(**fields)
+    options = options_from(ConversionOptions, options, fields)
     target = Path(os.path.abspath(target))
     seconds = {}
 

@@ -50,14 +50,19 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 
 def gated_config(
-    checkpoint: Checkpoint, family: Family, granularity: str, gate_bias: bool, biases: tuple[str, ...] = ()
+    checkpoint: Checkpoint,
+    family: Family,
+    granularity: str,
+    gate_bias: bool,
+    gate_scale: float,
+    biases: tuple[str, ...] = (),
 ) -> tuple[GatedAttentionConfig, dict[str, tuple[int, ...]]]:
     """
     The gated model's config, and the shape of each of its tensors.
 
     Args:
         checkpoint, family: The source.
-        granularity, gate_bias: Of the gates.
+        granularity, gate_bias, gate_scale: Of the gates.
         biases: Switches of the config (`"v_bias"`, `"o_bias"`) that are turned on whether the source has them or not.
 
     Raises:
@@ -68,7 +73,7 @@ def gated_config(
         # As when the model is built: some fields that lie outside `rope_parameters` are moved into it.
         source_config.standardize_rope_params()
         _refuse_windows(checkpoint, source_config)
-        config = _translate(checkpoint, family, source_config, granularity, gate_bias, biases)
+        config = _translate(checkpoint, family, source_config, granularity, gate_bias, gate_scale, biases)
         with torch.device("meta"):
             model = GatedAttentionForCausalLM(config)
         _compare_rope(checkpoint, source_config, config)
@@ -93,7 +98,13 @@ def _refuse_windows(checkpoint: Checkpoint, source_config) -> None:
 
 
 def _translate(
-    checkpoint, family: Family, source_config, granularity: str, gate_bias: bool, biases: tuple[str, ...]
+    checkpoint,
+    family: Family,
+    source_config,
+    granularity: str,
+    gate_bias: bool,
+    gate_scale: float,
+    biases: tuple[str, ...],
 ) -> GatedAttentionConfig:
     fields = {ours: getattr(source_config, theirs) for ours, theirs in family.config_fields.items()}
     fields |= dict.fromkeys(biases, True)
@@ -107,7 +118,7 @@ def _translate(
         **extra,
         gate_granularity=granularity,
         gate_bias=gate_bias,
-        gate_scale=IDENTITY_SCALE,
+        gate_scale=gate_scale,
         dtype=_dtype_as_loaded(checkpoint, source_config),
         architectures=[GatedAttentionForCausalLM.__name__],
         auto_map=dict(AUTO_MAP),

@@ -55,6 +55,13 @@ class ConversionOptions:
                 raise ConversionError(f"`{name}` must be True or False, got {getattr(self, name)!r}")
 
 
+def options_from(kind: type, options, fields: dict):
+    """The options object that was given, or one made of keywords; a function takes either, not both."""
+    if options is not None and fields:
+        raise TypeError(f"give `options` or its fields as keywords, not both: got options and {sorted(fields)}")
+    return options or kind(**fields)
+
+
 @dataclass(frozen=True)
 class ConversionPlan:
     """
@@ -168,27 +175,25 @@ class Reading:
 
 
 def read_source(
-    source: Path,
+    checkpoint: Checkpoint,
     granularity: str,
     gate_bias: bool,
     biases: tuple[str, ...] = (),
     gate_scale: float = IDENTITY_SCALE,
 ) -> Reading:
     """
-    Read a source's headers and check that it can be converted; no tensor is read.
+    Check that a source can be converted, from its config and headers; no tensor is read.
 
     Args:
-        source: Folder of the checkpoint.
+        checkpoint: The source.
         granularity, gate_bias, gate_scale: Of the gates.
         biases: `"v_bias"`, `"o_bias"`: biases that the result gets, if the source has none.
 
     Raises:
         `ConversionError`: it cannot be converted.
     """
-    checkpoint = read_checkpoint(source)
     family = family_of(checkpoint)
-    config, shapes = gated_config(checkpoint, family, granularity, gate_bias, biases)
-    config.gate_scale = gate_scale
+    config, shapes = gated_config(checkpoint, family, granularity, gate_bias, gate_scale, biases)
     new = new_names(checkpoint, family, shapes, biases)
     audit_names_and_shapes(checkpoint, config, shapes, new)
     return Reading(checkpoint, family, config, new_headers(checkpoint, shapes, new))
@@ -202,7 +207,7 @@ def plan_conversion(source: Path, target: Path, options: ConversionOptions) -> C
         `ConversionError`: the source cannot be converted, or the target is in the way.
     """
     check_places(source, target, options.overwrite)
-    return plan_of(read_source(source, options.granularity, options.gate_bias), target, options)
+    return plan_of(read_source(read_checkpoint(source), options.granularity, options.gate_bias), target, options)
 
 
 def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> ConversionPlan:

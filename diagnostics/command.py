@@ -153,7 +153,7 @@ def run_inspection(
 
     echo(terminal_report(inspections))
     if out is not None:
-        _write(inspections, maps, out)
+        write_report(inspections, out, maps)
         echo(f"\nfigures, inspection.json, inspection.html and card.md are in {out}")
     return inspections
 
@@ -232,7 +232,8 @@ def _chosen_layers(inspection: Inspection, wanted: list[int] | None) -> list[int
     return wanted
 
 
-def _write(inspections: list[Inspection], maps: dict[str, list], out: Path) -> None:
+def write_report(inspections: list[Inspection], out: Path, maps: dict[str, list] | None = None) -> None:
+    """Figures, page and card section of inspections that are shown side by side; `maps` as for [`draw_inspections`]."""
     figures = draw_inspections(inspections, out, maps)
     write_page(inspections, figures, out / "inspection.html")
     (out / "card.md").write_text(card_section(inspections), encoding="utf-8")

@@ -38,6 +38,7 @@ from gated_attention import (
     transfer_sinks,
 )
 from gated_attention.conversion import ConversionError, NothingToTransferError, TransferOptions, TransferReport
+from gated_attention.conversion.checkpoint import read_checkpoint
 from gated_attention.conversion.plan import read_source
 from gated_attention.conversion.sink_transfer.calibrate import calibrate
 from gated_attention.conversion.sink_transfer.calibration import Calibration
@@ -126,7 +127,9 @@ def fit_and_load(
     source, windows: torch.Tensor, held_out: int, granularity: str = "headwise"
 ) -> tuple[TransferReport, GatedAttentionForCausalLM]:
     """Calibrate on given windows, and the model that comes of it."""
-    reading = read_source(source, granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
+    reading = read_source(
+        read_checkpoint(source), granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0
+    )
     changed = {}
     report = calibrate(
         reading.checkpoint,
@@ -166,9 +169,7 @@ def test_identity_on_random_models(qk_norm):
         opened = OpenedAttention(layer, position_embeddings)
         before = opened.project(hidden_states)
         shares = torch.cat([p for _, p in opened.probabilities(before.query, before.key)])
-        gates = GateFit(
-            attention.g_proj.weight, attention.g_proj.bias, torch.zeros(32).double(), 0.0, 0.0, torch.zeros(0)
-        )
+        gates = GateFit(attention.g_proj.weight, attention.g_proj.bias, torch.zeros(32).double(), 0.0, torch.zeros(0))
         nothing = torch.zeros(0)
         sinks_value = before.value[:, 0]  # one for each key/value head
         apply_fit(layer, LayerFit(attention.k_proj.weight, sinks_value, gates, nothing, nothing, nothing, nothing))

@@ -17,6 +17,7 @@ from ...configuration import GatedAttentionConfig
 from ...modeling_gated.decoder import GatedAttentionDecoderLayer
 from ..checkpoint import FLOAT_FORMATS, Checkpoint
 from ..errors import ConversionError
+from ..gated_config import IDENTITY_SCALE
 from ..plan import format_bytes
 from .calibration import Calibration
 from .layer_source import LayerSource
@@ -66,7 +67,7 @@ def calibrate(
     """
     started = time.perf_counter()
     identity_config = deepcopy(config)
-    identity_config.gate_scale = 2.0  # 2 * sigmoid(0) = 1
+    identity_config.gate_scale = IDENTITY_SCALE
     source = LayerSource(checkpoint, identity_config, device)
     windows, length = calibration.input_ids.shape
     held_out = slice(calibration.fitted, None)

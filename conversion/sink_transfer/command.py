@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ...diagnostics.command import LoadOptions
+from ...diagnostics.command import LoadOptions, TextOptions, write_report
 from ...diagnostics.errors import InspectionError
 from ...diagnostics.inspection import inspect_model, windows_of
-from ...diagnostics.page import write_page
-from ...diagnostics.plots import check_plots, draw_inspections
-from ...diagnostics.report import aligned, card_section, settings_line, summary_rows
+from ...diagnostics.plots import check_plots
+from ...diagnostics.report import aligned, settings_line, summary_rows
 from ...diagnostics.results import Inspection
-from ...diagnostics.texts import default_text, read_text
+from ...diagnostics.texts import read_text
 from ..errors import ConversionError
 from .calibration import calibration_windows
 from .report import TransferReport
@@ -71,7 +70,7 @@ def run_transfer(
         raise ConversionError("give the folder to make as TARGET, or --report-only")
     if report_only and tests.texts:
         raise ConversionError("--test shows a result, and --report-only makes none: leave one of them out")
-    text, text_name = _text_of(calibration_text)
+    text, text_name = TextOptions(text=calibration_text).read()
     if report_only:
         _make_folder(tests.out, source)
         report = predict_transfer(source, text, options, text_name=text_name)
@@ -110,10 +109,6 @@ def run_transfer(
         report.save(tests.out / REPORT_FILE)
         echo(f"\nthe report and what was drawn are in {tests.out}")
     return report
-
-
-def _text_of(path: Path | None) -> tuple[str, str]:
-    return default_text() if path is None else (read_text(path), path.name)
 
 
 def _make_folder(out: Path | None, source: Path) -> None:
@@ -173,5 +168,4 @@ def _draw(inspections: list[Inspection], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number, inspection in enumerate(inspections, start=1):
         inspection.save(folder / f"inspection_{number}.json")
-    write_page(inspections, draw_inspections(inspections, folder), folder / "inspection.html")
-    (folder / "card.md").write_text(card_section(inspections), encoding="utf-8")
+    write_report(inspections, folder)

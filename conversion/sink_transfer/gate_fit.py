@@ -67,7 +67,6 @@ class GateFit:
         bias: `(heads,)` or `(heads * head_dim,)`.
         input_mean: `(hidden_size,)`: mean of the inputs that were fitted to.
         error: Relative squared error of what the layer's attention adds, on the held-out tokens.
-        fitted_error: The same on the tokens that were fitted to.
         scores: `(held-out tokens, heads)`: gate scores between 0 and 1; of elementwise gates their mean over channels.
     """
 
@@ -75,7 +74,6 @@ class GateFit:
     bias: torch.Tensor
     input_mean: torch.Tensor
     error: float
-    fitted_error: float
     scores: torch.Tensor
 
 
@@ -107,15 +105,14 @@ def fit_gates(fitted: GateData, held_out: GateData, elementwise_output_weight: t
         best = error, parameters
     error, parameters = best
     scores = _gates(parameters, held_out.inputs, mean, deviation)
-    fitted_error = fitted.error(_gates(parameters, fitted.inputs, mean, deviation)).item()
     if elementwise_output_weight is not None:
-        parameters, error, fitted_error, scores = _refine_elementwise(
+        parameters, error, scores = _refine_elementwise(
             fitted, held_out, parameters, mean, deviation, elementwise_output_weight
         )
     weight = parameters[:, :-1] / deviation
     bias = parameters[:, -1] - weight @ mean
     # An exact fit's error is a small difference of large numbers.
-    return GateFit(weight, bias, mean, max(error, 0.0), max(fitted_error, 0.0), scores)
+    return GateFit(weight, bias, mean, max(error, 0.0), scores)
 
 
 def _gates(parameters: torch.Tensor, inputs: torch.Tensor, mean, deviation) -> torch.Tensor:
@@ -164,7 +161,7 @@ def _minimise(start: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tenso
 
 def _refine_elementwise(
     fitted: GateData, held_out: GateData, headwise: torch.Tensor, mean, deviation, output_weight: torch.Tensor
-) -> tuple[torch.Tensor, float, float, torch.Tensor]:
+) -> tuple[torch.Tensor, float, torch.Tensor]:
     """From the headwise gates, each repeated for its channels (the same function), some steps with a gate a channel."""
     heads, head_dim = output_weight.shape[:2]
     flat_weight = output_weight.flatten(0, 1)
@@ -198,7 +195,5 @@ def _refine_elementwise(
     before, after = (error_of(held_out, candidate).item() for candidate in (start, values))
     if not after < before:
         values, after = start, before
-    parts = (fitted.part(slice(begin, begin + CHUNK)) for begin in range(0, len(fitted), CHUNK))
-    fitted_error = sum(error_of(part, values).item() for part in parts) / scale.item()
     scores = _gates(values, held_out.inputs, mean, deviation).unflatten(1, (heads, head_dim)).mean(-1)
-    return values, after / held_out.scale.item(), fitted_error, scores
+    return values, after / held_out.scale.item(), scores

@@ -1,5 +1,7 @@
 """Reads a checkpoint one decoder layer at a time, so that a model larger than memory can be calibrated."""
 
+from copy import deepcopy
+
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -12,13 +14,13 @@ from ..checkpoint import Checkpoint
 
 class LayerSource:
     """
-    The parts of a model, read from its checkpoint when they are asked for, in `dtype`; gates and biases that the checkpoint
+    The parts of a model, read from its checkpoint when they are asked for, in float32; gates and biases that the checkpoint
     lacks are zero, so that each layer computes what the source's does.
 
     Args:
-        checkpoint (`Checkpoint`): The ungated checkpoint.
-        config (`GatedAttentionConfig`): Config of its gated twin, with `gate_scale = 2`.
-        device, dtype: Where the layers are made, and their format.
+        checkpoint (`Checkpoint`): An ungated checkpoint, or the result of a transfer.
+        config (`GatedAttentionConfig`): Its gated config; of an ungated one with `gate_scale = 2`, with which zero gates are 1.
+        device: Where the layers are made.
     """
 
     def __init__(
@@ -26,20 +28,18 @@ class LayerSource:
         checkpoint: Checkpoint,
         config: GatedAttentionConfig,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
     ):
-        self.config = config
+        self.config = deepcopy(config)
+        self.config._attn_implementation = "sdpa"  # causal without a mask
         self.device = torch.device(device)
-        self.dtype = dtype
         self.files = {}
         for shard in checkpoint.shards:
             file = safe_open(shard.path, framework="pt")
             self.files |= dict.fromkeys(shard.tensors, file)
-        self.config._attn_implementation = "sdpa"  # causal without a mask
         self.rotary = LlamaRotaryEmbedding(config).to(self.device)
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self.files[name].get_tensor(name).to(self.device, self.dtype)
+        return self.files[name].get_tensor(name).to(self.device, torch.float32)
 
     def layer(self, index: int) -> GatedAttentionDecoderLayer:
         """A decoder layer in evaluation mode."""
@@ -49,7 +49,7 @@ class LayerSource:
         tensors = {
             name: self.tensor(prefix + name)
             if prefix + name in self.files
-            else torch.zeros(parameter.shape, device=self.device, dtype=self.dtype)
+            else torch.zeros(parameter.shape, device=self.device)
             for name, parameter in layer.named_parameters()
         }
         layer.load_state_dict(tensors, assign=True)
@@ -58,7 +58,7 @@ class LayerSource:
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`(..., hidden_size)`, on the CPU."""
         table = self.files["model.embed_tokens.weight"].get_tensor("model.embed_tokens.weight")
-        return table[input_ids].to(self.dtype)
+        return table[input_ids].float()
 
     def head(self) -> nn.Module:
         """The final norm and the head."""
@@ -73,4 +73,4 @@ class LayerSource:
     def position_embeddings(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of RoPE, each `(1, length, head_dim)`."""
         position_ids = torch.arange(length, device=self.device)[None]
-        return self.rotary(torch.zeros(1, device=self.device, dtype=self.dtype), position_ids=position_ids)
+        return self.rotary(torch.zeros(1, device=self.device), position_ids=position_ids)

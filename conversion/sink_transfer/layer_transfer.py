@@ -196,8 +196,7 @@ def _choose_strengths(
             output = torch.matmul(probabilities, shifted[head])
             added += opened.to_residual(output, heads).sum(0)
             for row, keys in enumerate(new_keys):
-                scores = torch.matmul(projections.query[heads], keys[head].T).mul_(opened.attention.scaling)
-                changed = scores.masked_fill_(opened.future, -torch.inf).softmax(-1)
+                changed = opened.attend(projections.query[heads], keys[head])
                 still = changed[..., mask].sum(-1)
                 gate = _openness(sink_attention, still)[..., None]
                 difference = gate * torch.matmul(changed, shifted[head]) - output

@@ -71,8 +71,12 @@ class OpenedAttention:
         """For each key/value head the query heads that share it, and their probabilities, `(group, length, length)`."""
         for head in range(self.key_value_heads):
             heads = slice(head * self.group, (head + 1) * self.group)
-            scores = torch.matmul(query[heads], key[head].T).mul_(self.attention.scaling)
-            yield heads, scores.masked_fill_(self.future, -torch.inf).softmax(-1)
+            yield heads, self.attend(query[heads], key[head])
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Probabilities `(group, length, length)` of the query heads that share one key head `(length, head_dim)`."""
+        scores = torch.matmul(query, key.T).mul_(self.attention.scaling)
+        return scores.masked_fill_(self.future, -torch.inf).softmax(-1)
 
     def to_residual(self, head_outputs: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
         """What each head's output, `(heads, length, head_dim)`, adds to the residual stream: `(heads, length, hidden_size)`."""

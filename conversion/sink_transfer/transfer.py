@@ -4,9 +4,10 @@ import logging
 import math
 import os
 import tempfile
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -15,7 +16,7 @@ from ...configuration import GatedAttentionConfig
 from ..checkpoint import FLOAT_FORMATS, Checkpoint, read_checkpoint
 from ..errors import ConversionError, NothingToTransferError
 from ..places import check_places, check_reserved_names
-from ..plan import ConversionOptions, ConversionPlan, Reading, plan_of, read_source
+from ..plan import ConversionOptions, ConversionPlan, Granularity, Reading, options_from, plan_of, read_source
 from ..staging import exclusive, staged_folder
 from ..verify import audit_headers
 from ..write import overwrite_tensors, write_conversion
@@ -53,7 +54,7 @@ class TransferOptions:
         overwrite: Whether a model folder at the target is replaced, as a whole.
     """
 
-    granularity: str = "headwise"
+    granularity: Granularity = "headwise"
     tokens: int = 32768
     length: int = 512
     test_tokens: int = 0
@@ -65,7 +66,7 @@ class TransferOptions:
     overwrite: bool = False
 
     def __post_init__(self):
-        if self.granularity not in ("headwise", "elementwise"):
+        if self.granularity not in get_args(Granularity):
             raise ConversionError(f"`granularity` must be 'headwise' or 'elementwise', got {self.granularity!r}")
         if not (math.isfinite(self.attention_weight) and self.attention_weight >= 0):
             raise ConversionError(f"`attention_weight` must be a finite number from 0 on, got {self.attention_weight}")
@@ -78,7 +79,7 @@ class TransferOptions:
         try:
             # Moments are summed in float64, which not every device has.
             torch.ones(1, device=self.device, dtype=torch.float64).item()
-        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        except (RuntimeError, AssertionError, TypeError) as error:
             raise ConversionError(f"the device {self.device!r} cannot be used: {error}") from error
 
 
@@ -116,7 +117,7 @@ def transfer_sinks(
         was there before is untouched.
         [`NothingToTransferError`]: the source has no sink.
     """
-    options = _options(options, fields)
+    options = options_from(TransferOptions, options, fields)
     source, target = Path(source), Path(os.path.abspath(target))
     check_reserved_names(source, target)
     with exclusive(target):
@@ -163,23 +164,17 @@ def predict_transfer(
 
     Args and errors as there; a source without a sink is no error here.
     """
-    options = _options(options, fields)
+    options = options_from(TransferOptions, options, fields)
     reading = _read(Path(source), options)
     return _calibrate(
         reading, *_calibration(Path(source), text, reading.config.vocab_size, options), options, text_name, progress
     )
 
 
-def _options(options: TransferOptions | None, fields: dict) -> TransferOptions:
-    if options is not None and fields:
-        raise TypeError(f"give `options` or its fields as keywords, not both: got options and {sorted(fields)}")
-    return options or TransferOptions(**fields)
-
-
 def _read(source: Path, options: TransferOptions) -> Reading:
     checkpoint = read_checkpoint(source)
     _refuse_other_attention(checkpoint)
-    reading = read_source(source, options.granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
+    reading = read_source(checkpoint, options.granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
     longest = reading.config.max_position_embeddings
     if options.length > longest:
         raise ConversionError(
@@ -237,10 +232,7 @@ def _calibration(
 def _calibrate(
     reading: Reading, calibration, tokenizer, options, text_name, progress, on_layer=None
 ) -> TransferReport:
-    with ExitStack() as cleanup:
-        scratch = None
-        if options.on_disk:
-            scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="gated_attention-")))
+    with tempfile.TemporaryDirectory(prefix="gated_attention-") if options.on_disk else nullcontext() as scratch:
         return calibrate(
             reading.checkpoint,
             reading.config,
@@ -251,7 +243,7 @@ def _calibrate(
             text_name=text_name,
             tokenizer=tokenizer,
             on_layer=on_layer,
-            scratch=scratch,
+            scratch=Path(scratch) if scratch else None,
             device=options.device,
             progress=progress,
         )
