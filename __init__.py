@@ -22,7 +22,11 @@ from ._version import __version__
 
 _EXPORTS = {
     "GatedAttentionConfig": "configuration",
+    "GATE_VARIANTS": "configuration",
     "GatedAttentionForCausalLM": "modeling_gated",
+    "GatedAttentionForQuestionAnswering": "modeling_gated",
+    "GatedAttentionForSequenceClassification": "modeling_gated",
+    "GatedAttentionForTokenClassification": "modeling_gated",
     "GatedAttentionModel": "modeling_gated",
     "GatedAttentionPreTrainedModel": "modeling_gated",
     "ConversionOptions": "conversion",

@@ -29,6 +29,7 @@ from gated_attention.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, Check
 from gated_attention.conversion.places import tokenizer_code
 from gated_attention.conversion.plan import format_bytes
 from gated_attention.modeling_gated.bundle import AUTO_MAP, write_code_bundle
+from gated_attention.modeling_gated.gate import is_gate_tensor
 
 
 # What goes into the repository, beside the weights, the config, the code and the card that are made here. A list of what is
@@ -172,13 +173,22 @@ def prepare_upload(
     return upload
 
 
+_POSITIONS = {
+    "sdpa_output": "its attention output",
+    "value": "its values",
+    "key": "its keys",
+    "query": "its queries",
+    "dense_output": "the output of its attention layers",
+}
+
+
 def gates_are_identity(checkpoint: Checkpoint, config: GatedAttentionConfig) -> bool:
-    """Whether every gate is exactly 1: all gate tensors zero, and `gate_scale` 2."""
-    if config.gate_scale != 2.0:
+    """Whether every gate is exactly 1: a factor of twice the sigmoid of zero."""
+    if (config.gate_scale, config.gate_activation, config.gate_operator) != (2.0, "sigmoid", "multiply"):
         return False
     for shard in checkpoint.shards:
         with safe_open(shard.path, framework="pt") as file:
-            if any(file.get_tensor(name).any() for name in shard.tensors if ".g_proj." in name):
+            if any(file.get_tensor(name).any() for name in shard.tensors if is_gate_tensor(name)):
                 return False
     return True
 
@@ -207,15 +217,18 @@ def write_card(
         tags=["gated-attention", "custom_code"],
     )
     config = upload.config
-    state = (
-        "Every gate is exactly 1, so the model computes what it computed before it had gates."
-        if gates_are_identity(upload.checkpoint, config)
-        else "The gates are not the identity: they take part in what the model computes."
-    )
+    positions = " and ".join(_POSITIONS[position] for position in config.gate_positions)
+    gates = f"{config.gate_granularity} {config.gate_activation} gates on {positions}" if positions else "no gates"
+    if not positions:
+        state = "It is the control of a gated model."
+    elif gates_are_identity(upload.checkpoint, config):
+        state = "Every gate is exactly 1, so the model computes what it computed before it had gates."
+    else:
+        state = "The gates are not the identity: they take part in what the model computes."
     lines = [
         f"# {repo_id.split('/')[-1]}",
         "",
-        f"A decoder with {config.gate_granularity} {config.gate_activation} gates on its attention output "
+        f"A decoder with {gates} "
         "([arXiv 2505.06708](https://arxiv.org/abs/2505.06708)): "
         f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, `gate_scale` {config.gate_scale:g}. {state}",
         "",

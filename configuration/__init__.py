@@ -8,6 +8,7 @@ if __name__ != "gated_attention.configuration":
     )
 
 from .configuration_gated_attention import GatedAttentionConfig
+from .gate_variants import GATE_VARIANTS, GateVariant
 
 
-__all__ = ["GatedAttentionConfig"]
+__all__ = ["GATE_VARIANTS", "GateVariant", "GatedAttentionConfig"]

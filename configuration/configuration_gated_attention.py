@@ -23,6 +23,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from .gate_variants import GATE_PROJECTIONS, GATE_VARIANTS
+
 
 @strict
 class GatedAttentionConfig(PreTrainedConfig):
@@ -60,15 +62,51 @@ class GatedAttentionConfig(PreTrainedConfig):
             Whether queries and keys go through an RMSNorm over each head's channels before RoPE, as in Qwen3. The gate
             does not.
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout on the attention probabilities.
+        layer_types (`list[str]`, *optional*):
+            `"full_attention"` or `"sliding_attention"` for each layer. Defaults to `"sliding_attention"` everywhere if
+            `sliding_window` is given, and to `"full_attention"` everywhere if not.
+        sliding_window (`int`, *optional*):
+            How many tokens, its own included, a token sees in layers of `"sliding_attention"`; as in other configs it may
+            stand where no layer is of that type.
+        no_rope_layers (`list[int]`, *optional*):
+            For each layer 1 if it rotates queries and keys and 0 if it has no positions, as in SmolLM3 (where the name
+            is from). Defaults to 1 everywhere.
+        embedding_multiplier (`float`, *optional*, defaults to 1.0): Factor on the embeddings (this and the next three as in Granite).
+        residual_multiplier (`float`, *optional*, defaults to 1.0): Factor on what attention and MLP add to the residual stream.
+        attention_multiplier (`float`, *optional*): Factor on the attention logits. Defaults to `head_dim ** -0.5`.
+        logits_scaling (`float`, *optional*, defaults to 1.0): What the language model's logits are divided by.
         gate_positions (`list[str]`, *optional*, defaults to `["sdpa_output"]`):
-            What is gated. `"sdpa_output"`: each head's attention output before `o_proj` (G1 in the paper, its best
-            position).
+            What is gated (paper, section 2.2), in brackets the projection of the gate logits. `"sdpa_output"`: each head's
+            attention output before `o_proj` (G1, the best position; `g_proj`). `"value"`, `"key"`, `"query"`: the result of
+            `v_proj` (G2; `v_g_proj`), of `k_proj` (G3; `k_g_proj`) and of `q_proj` (G4; `q_g_proj`), the latter two after
+            QK-norm and before RoPE. `"dense_output"`: the result of `o_proj` (G5; `o_g_proj`). Several may be named. `[]` is a
+            model without gates: the paper's baseline.
         gate_granularity (`str`, *optional*, defaults to `"elementwise"`):
-            `"elementwise"`: one gate a channel of a head, `g_proj` is `hidden_size x (num_attention_heads * head_dim)`.
+            `"elementwise"`: one gate a channel, `g_proj` is `hidden_size x (num_attention_heads * head_dim)`.
             `"headwise"`: one gate a head, `g_proj` is `hidden_size x num_attention_heads`.
-        gate_activation (`str`, *optional*, defaults to `"sigmoid"`): What turns gate logits into gate scores.
-        gate_bias (`bool`, *optional*, defaults to `False`): Whether `g_proj` has a bias.
+        gate_sharing (`str`, *optional*, defaults to `"head_specific"`):
+            `"head_specific"`: each head has its own scores. `"head_shared"`: all heads get the mean of the heads' scores
+            (paper, section 3.2.1); `g_proj` keeps its size.
+        gate_operator (`str`, *optional*, defaults to `"multiply"`):
+            `"multiply"`: `Y * scores`. `"add"`: `Y + scores`.
+        gate_activation (`str`, *optional*, defaults to `"sigmoid"`):
+            What turns gate logits into gate scores: `"sigmoid"`, `"silu"`, `"ns_sigmoid"` (non-sparse: `0.5 + 0.5 *
+            sigmoid`), `"softplus"` or `"identity"`.
+        gate_input (`str`, *optional*, defaults to `"hidden_states"`):
+            `"hidden_states"`: the logits are a projection of the layer's normalised input. `"none"`: they are a parameter,
+            zero at first, the same for every token (input-independent, paper, table 4).
+        gate_input_size (`int`, *optional*):
+            How many of the input's first channels the projection reads (modded-nanogpt: 12). Defaults to all.
+        gate_layers (`list[int]`, *optional*): Indices of the layers that have gates. Defaults to all.
+        gate_bias (`bool`, *optional*, defaults to `False`): Whether the projection of the gate logits has a bias.
         gate_scale (`float`, *optional*, defaults to 1.0): Factor on the gate scores; positive.
+        gate_initializer_range (`float`, *optional*):
+            Standard deviation of new gate weights; with 0 a new gate does not depend on its input. Defaults to
+            `initializer_range`.
+        gate_initial_bias (`float`, *optional*, defaults to 0.0): Value of new gate biases (AlphaFold2: 1).
+        sdpa_output_nonlinearity (`str`, *optional*):
+            What happens to each head's attention output before any gate (paper, section 4.1, non-linearity without a
+            gate): `"rms_norm"` over the head's channels, with one weight for all heads as in QK-norm, or `"silu"`.
 
     Raises:
         `StrictDataclassError`: a field has the wrong type, a value outside its set, or contradicts another field.
@@ -90,6 +128,10 @@ class GatedAttentionConfig(PreTrainedConfig):
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
         "layers.*.self_attn.g_proj": "colwise",
+        "layers.*.self_attn.v_g_proj": "colwise",
+        "layers.*.self_attn.k_g_proj": "colwise",
+        "layers.*.self_attn.q_g_proj": "colwise",
+        "layers.*.self_attn.o_g_proj": "colwise_gather_output",
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
@@ -124,12 +166,27 @@ class GatedAttentionConfig(PreTrainedConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     attention_dropout: int | float | None = 0.0
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    sliding_window: int | None = None
+    no_rope_layers: list[int] | None = None
+    embedding_multiplier: int | float = 1.0
+    residual_multiplier: int | float = 1.0
+    attention_multiplier: int | float | None = None
+    logits_scaling: int | float = 1.0
 
-    gate_positions: list[Literal["sdpa_output"]] | None = None
+    gate_positions: list[Literal["sdpa_output", "value", "key", "query", "dense_output"]] | None = None
     gate_granularity: Literal["elementwise", "headwise"] = "elementwise"
-    gate_activation: Literal["sigmoid"] = "sigmoid"
+    gate_sharing: Literal["head_specific", "head_shared"] = "head_specific"
+    gate_operator: Literal["multiply", "add"] = "multiply"
+    gate_activation: Literal["sigmoid", "silu", "ns_sigmoid", "softplus", "identity"] = "sigmoid"
+    gate_input: Literal["hidden_states", "none"] = "hidden_states"
+    gate_input_size: int | None = None
+    gate_layers: list[int] | None = None
     gate_bias: bool = False
     gate_scale: int | float = 1.0
+    gate_initializer_range: int | float | None = None
+    gate_initial_bias: int | float = 0.0
+    sdpa_output_nonlinearity: Literal["rms_norm", "silu"] | None = None
 
     def __post_init__(self, **kwargs):
         self._refuse_foreign_fields(kwargs)
@@ -146,11 +203,48 @@ class GatedAttentionConfig(PreTrainedConfig):
             self.attention_dropout = 0.0
         if self.gate_positions is None:
             self.gate_positions = ["sdpa_output"]
-        if self.qk_norm:
-            # Every device normalises its own heads with the whole weight.
-            norms = (f"layers.*.self_attn.{name}" for name in ("q_norm", "k_norm"))
-            self.base_model_tp_plan = self.base_model_tp_plan | dict.fromkeys(norms, "replicated_with_grad_allreduce")
+        if self.layer_types is None:
+            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [kind] * self.num_hidden_layers
+        if self.no_rope_layers is None:
+            self.no_rope_layers = [1] * self.num_hidden_layers
+        self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_variant(cls, variant: str, **fields) -> "GatedAttentionConfig":
+        """
+        The config of a named gate variant.
+
+        Args:
+            variant (`str`): A key of [`~configuration.GATE_VARIANTS`], such as `"g1_elementwise"`.
+            fields: Further fields of the config; where the variant sets the same one, these count.
+
+        Raises:
+            `ValueError`: there is no such variant.
+        """
+        if variant not in GATE_VARIANTS:
+            raise ValueError(f"`variant` must be one of {', '.join(GATE_VARIANTS)}; got {variant!r}")
+        return cls(**{**GATE_VARIANTS[variant].fields, **fields})
+
+    def layer_has_gate(self, layer_idx: int) -> bool:
+        """Whether a layer has the gates that `gate_positions` names."""
+        return bool(self.gate_positions) and (self.gate_layers is None or layer_idx in self.gate_layers)
+
+    def _tensor_parallel_plan(self) -> dict[str, str]:
+        """The class's plan, less what this config has no modules for: a gate's rows belong to the heads it gates."""
+        plan = dict(type(self).base_model_tp_plan)
+        attention = "layers.*.self_attn."
+        if self.gate_sharing == "head_shared":
+            # The mean over heads needs all of them on every device, forward and backward.
+            return {name: style for name, style in plan.items() if not name.startswith(attention)}
+        for position, name in GATE_PROJECTIONS.items():
+            if position not in self.gate_positions:
+                plan.pop(f"{attention}{name}", None)
+        # Every device normalises its own heads with the whole weight.
+        norms = ["q_norm", "k_norm"] if self.qk_norm else []
+        norms += ["sdpa_norm"] if self.sdpa_output_nonlinearity == "rms_norm" else []
+        return plan | {f"{attention}{name}": "replicated_with_grad_allreduce" for name in norms}
 
     def _refuse_foreign_fields(self, unknown: dict) -> None:
         """`PreTrainedConfig` keeps unknown arguments as attributes; a misspelt gate field would silently do nothing."""
@@ -190,22 +284,104 @@ class GatedAttentionConfig(PreTrainedConfig):
                 f"`num_key_value_heads` must divide `num_attention_heads` ({self.num_attention_heads}), "
                 f"got {self.num_key_value_heads}"
             )
-        if self.head_dim % 2 != 0:
-            raise ValueError(f"`head_dim` must be even, since RoPE rotates pairs of channels, got {self.head_dim}")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}")
+        for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"`{name}` must be a positive finite number, got {value}")
+        self._validate_rotary_dimensions()
+        self._validate_layer_lists()
+        self._validate_gates()
+
+    def _validate_rotary_dimensions(self) -> None:
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)
-        if self.rope_parameters["rope_type"] not in rope_types:
-            raise ValueError(f"`rope_parameters.rope_type` must be one of {rope_types}, got {self.rope_parameters}")
+        if self.rope_parameters.get("rope_type") not in rope_types:
+            raise ValueError(
+                f"`rope_parameters` must have a `rope_type` among {rope_types}, and be the same for all layers, got "
+                f"{self.rope_parameters}"
+            )
+        factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
+        if not (isinstance(factor, (int, float)) and 0 < factor <= 1):
+            raise ValueError(f"`rope_parameters.partial_rotary_factor` must be above 0 and at most 1, got {factor}")
+        rotated = int(self.head_dim * factor)
+        if rotated % 2 != 0 or rotated == 0:
+            raise ValueError(
+                "`head_dim` times `partial_rotary_factor` must be even and not 0, since RoPE rotates pairs of channels, "
+                f"got {self.head_dim} times {factor}"
+            )
+
+    def _validate_layer_lists(self) -> None:
+        for name in ("layer_types", "no_rope_layers"):
+            if len(getattr(self, name)) != self.num_hidden_layers:
+                raise ValueError(
+                    f"`{name}` must have one entry for each of the {self.num_hidden_layers} layers "
+                    f"(`num_hidden_layers`), got {len(getattr(self, name))}"
+                )
+        if not set(self.no_rope_layers) <= {0, 1}:
+            raise ValueError(
+                f"`no_rope_layers` must hold 1 (with RoPE) or 0 (without) for each layer, got {self.no_rope_layers}"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"`sliding_window` must be at least 1, got {self.sliding_window}")
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError(
+                "`sliding_window` must be given where `layer_types` has a layer of 'sliding_attention'; got None and "
+                f"{self.layer_types}"
+            )
+
+    def _validate_gates(self) -> None:
         if len(self.gate_positions) != len(set(self.gate_positions)):
             raise ValueError(f"`gate_positions` must not name a position twice, got {self.gate_positions}")
         if not self.gate_positions:
-            raise ValueError(
-                "`gate_positions` must name at least one position, got []; a model without gates is better served by "
-                "its stock class in transformers"
-            )
+            defaults = {field.name: field.default for field in fields(self) if field.name.startswith("gate_")}
+            for name, default in defaults.items():
+                if name != "gate_positions" and getattr(self, name) != default:
+                    raise ValueError(
+                        f"`{name}` must be left out where `gate_positions` is [], a model without gates; got "
+                        f"{getattr(self, name)!r}"
+                    )
         if not (math.isfinite(self.gate_scale) and self.gate_scale > 0):
             raise ValueError(f"`gate_scale` must be a positive finite number, got {self.gate_scale}")
+        deviation = self.gate_initializer_range
+        if deviation is not None and not (math.isfinite(deviation) and deviation >= 0):
+            raise ValueError(f"`gate_initializer_range` must be a finite number, 0 or more, got {deviation}")
+        if not math.isfinite(self.gate_initial_bias):
+            raise ValueError(f"`gate_initial_bias` must be a finite number, got {self.gate_initial_bias}")
+        if "dense_output" in self.gate_positions:
+            # o_proj has mixed the heads.
+            for name, value in (("gate_granularity", "headwise"), ("gate_sharing", "head_shared")):
+                if getattr(self, name) == value:
+                    raise ValueError(
+                        f"`{name}` must not be {value!r} where `gate_positions` names 'dense_output', which has no heads; "
+                        f"got {self.gate_positions}"
+                    )
+        if self.gate_input == "none":
+            for name in ("gate_bias", "gate_input_size", "gate_initializer_range"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"`{name}` must be left out where `gate_input` is 'none': nothing is projected; got "
+                        f"{getattr(self, name)!r}"
+                    )
+        elif self.gate_initial_bias and not self.gate_bias:
+            raise ValueError(
+                f"`gate_initial_bias` needs `gate_bias=True` (or `gate_input='none'`), got {self.gate_initial_bias}"
+            )
+        if self.gate_input_size is not None and not 1 <= self.gate_input_size <= self.hidden_size:
+            raise ValueError(
+                f"`gate_input_size` must be between 1 and `hidden_size` ({self.hidden_size}), got {self.gate_input_size}"
+            )
+        if self.gate_layers is not None:
+            layers = range(self.num_hidden_layers)
+            if not self.gate_layers or sorted(set(self.gate_layers)) != self.gate_layers:
+                raise ValueError(
+                    f"`gate_layers` must be ascending layer indices, at least one, none twice, got {self.gate_layers}; a "
+                    "model without gates has `gate_positions=[]`"
+                )
+            if self.gate_layers[0] < 0 or self.gate_layers[-1] not in layers:
+                raise ValueError(
+                    f"`gate_layers` must be within 0 and {layers[-1]} (`num_hidden_layers` - 1), got {self.gate_layers}"
+                )
 
 
 __all__ = ["GatedAttentionConfig"]

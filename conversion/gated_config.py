@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ..configuration import GatedAttentionConfig
 from ..modeling_gated import GatedAttentionForCausalLM
 from ..modeling_gated.bundle import AUTO_MAP
+from ..modeling_gated.gate import is_gate_tensor
 from .checkpoint import FLOAT_FORMATS, Checkpoint, TensorHeader, is_ignored_on_load
 from .errors import ConversionError
 from .families import FAMILIES, Family
@@ -25,7 +26,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
     """
     config, where = checkpoint.config, checkpoint.folder / "config.json"
     model_type = config.get("model_type")
-    gated = sorted(name for name in checkpoint.tensors if ".g_proj." in name)
+    gated = sorted(name for name in checkpoint.tensors if is_gate_tensor(name))
     if model_type == GatedAttentionConfig.model_type or gated:
         what = f"model_type {model_type!r}" + (f", tensor {gated[0]}" if gated else "")
         raise ConversionError(f"{checkpoint.folder} already has gates ({what}); converting it again would gate twice")

@@ -300,7 +300,9 @@ def _attention_output_hook(observer: Observer, index: int):
 
 def _gate_hook(observer: Observer, index: int, location, module, heads: int):
     def hook(projection, inputs, output):
-        observer.gates(index, gate_scores(location, module.config, output, heads))
+        # An input-independent gate gives one set of logits for all tokens.
+        logits = output.expand(*inputs[0].shape[:-1], -1)
+        observer.gates(index, gate_scores(location, module.config, logits, heads))
 
     return hook
 

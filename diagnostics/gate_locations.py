@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ..modeling_gated.gate import gate_scores as config_gate_scores
+
 
 @dataclass(frozen=True)
 class GateLocation:
@@ -14,19 +16,19 @@ class GateLocation:
         module: Name of the projection in the attention module whose output holds the gate logits.
         layout: `"separate"`: the output is the logits. `"per_head_halves"`: per query head, the query's channels, then the
             gate's.
-        activation: What turns logits into scores.
+        activation: What turns logits into scores; None: what the config says.
     """
 
     module: str
     layout: Literal["separate", "per_head_halves"] = "separate"
-    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    activation: Literal["sigmoid", "softplus"] | None = "sigmoid"
 
 
 _ACTIVATIONS = {"sigmoid": torch.sigmoid, "softplus": nn.functional.softplus}
 
 # By the `model_type` of the config that the attention module holds.
 GATE_LOCATIONS = {
-    "gated_attention": GateLocation("g_proj"),
+    "gated_attention": GateLocation("g_proj", activation=None),
     "qwen3_next": GateLocation("q_proj", layout="per_head_halves"),
     "qwen3_5_text": GateLocation("q_proj", layout="per_head_halves"),
     "qwen3_5_moe_text": GateLocation("q_proj", layout="per_head_halves"),
@@ -37,7 +39,7 @@ GATE_LOCATIONS = {
 
 
 def gate_location(attention: nn.Module) -> GateLocation | None:
-    """Where this attention module keeps its gate, or None if it has none."""
+    """Where this attention module keeps the gate on its output (G1 in the paper), or None if it has none."""
     config = getattr(attention, "config", None)
     location = GATE_LOCATIONS.get(getattr(config, "model_type", None))
     if location is None or getattr(attention, location.module, None) is None:
@@ -58,10 +60,13 @@ def gate_scores(location: GateLocation, config, projected: torch.Tensor, heads: 
     Returns:
         `torch.Tensor` of shape `(batch, sequence, heads, 1 or head_dim)`, in float32.
     """
+    if location.activation is None:
+        # The scores of a gate that all heads share count for each of them.
+        return config_gate_scores(config, projected.float(), heads).expand(-1, -1, heads, -1)
     per_head = projected.float().unflatten(-1, (heads, -1))
     if location.layout == "per_head_halves":
         per_head = per_head.chunk(2, dim=-1)[1]
-    return _ACTIVATIONS[location.activation](per_head) * getattr(config, "gate_scale", 1.0)
+    return _ACTIVATIONS[location.activation](per_head)
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,13 @@ class GateProjection:
         if hasattr(module, "modules_to_save"):  # PEFT keeps a frozen copy of what it trains in full
             module = module.modules_to_save[module.active_adapters[0]]
         base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-        parts = [base.weight] if base.weight.is_floating_point() else []
+        weight = getattr(base, "weight", None)  # an input-independent gate is a bias
+        parts = [weight] if weight is not None and weight.is_floating_point() else []
         if hasattr(module, "get_delta_weight") and not module.merged:
             parts += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
-        if not parts:
-            return []
-        weight = sum(_whole(part) for part in parts)
-        bias = [] if base.bias is None else [_whole(base.bias)]
-        return [self.rows(tensor).contiguous() for tensor in (weight, *bias)]
+        bias = [] if base.bias is None or (weight is not None and not parts) else [_whole(base.bias)]
+        weights = [sum(_whole(part) for part in parts)] if parts else []
+        return [self.rows(tensor).contiguous() for tensor in (*weights, *bias)]
 
     def square_sums(self) -> tuple[float, float]:
         """Sum of squared gradients of the gate, and of what else the projection holds (the query's rows)."""

@@ -2,6 +2,9 @@
 
 from .modeling_gated_attention import (
     GatedAttentionForCausalLM,
+    GatedAttentionForQuestionAnswering,
+    GatedAttentionForSequenceClassification,
+    GatedAttentionForTokenClassification,
     GatedAttentionModel,
     GatedAttentionPreTrainedModel,
 )
@@ -10,4 +13,11 @@ from .registration import register
 
 register()
 
-__all__ = ["GatedAttentionForCausalLM", "GatedAttentionModel", "GatedAttentionPreTrainedModel"]
+__all__ = [
+    "GatedAttentionForCausalLM",
+    "GatedAttentionForQuestionAnswering",
+    "GatedAttentionForSequenceClassification",
+    "GatedAttentionForTokenClassification",
+    "GatedAttentionModel",
+    "GatedAttentionPreTrainedModel",
+]

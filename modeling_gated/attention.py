@@ -20,18 +20,20 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
-from .gate import apply_gate, gate_projection
+from ..configuration.gate_variants import GATE_PROJECTIONS
+from .gate import apply_gate, gate_projection, gate_scores
 
 
 class GatedAttention(nn.Module):
     """
-    Grouped-query attention with RoPE and a gate on its output (paper, equation 5 at position G1).
+    Grouped-query attention with RoPE and gates (paper, equation 5; by default at G1, on the attention output).
 
-    The gate works on what the attention interface returns, so eager, SDPA, Flex and FlashAttention need no change, and
-    it is a projection of its own, so that PEFT and optimizers can name it and no source tensor has to change.
+    The gate at G1 works on what the attention interface returns, so eager, SDPA, Flex and FlashAttention need no change, and
+    every gate has a projection of its own, so that PEFT and optimizers can name it and no source tensor has to change.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -40,9 +42,13 @@ class GatedAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
+        self.scaling = self.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        self.layer_type = config.layer_types[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        self.use_rope = bool(config.no_rope_layers[layer_idx])
+        self.gate_positions = tuple(config.gate_positions) if config.layer_has_gate(layer_idx) else ()
 
         query_width = config.num_attention_heads * self.head_dim
         key_value_width = config.num_key_value_heads * self.head_dim
@@ -52,17 +58,52 @@ class GatedAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.g_proj = gate_projection(config)
+        if config.sdpa_output_nonlinearity == "rms_norm":
+            self.sdpa_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        for position in self.gate_positions:
+            setattr(self, GATE_PROJECTIONS[position], gate_projection(config, position))
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.o_bias)
 
+    def gate(
+        self, position: str, states: torch.Tensor, hidden_states: torch.Tensor, scores: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """
+        Gate what is at a position, if this layer has a gate there.
+
+        Args:
+            position (`str`): One of `config.gate_positions`, or another one, where nothing happens.
+            states (`torch.Tensor` of shape `(batch, sequence, heads, channels)`): What is gated.
+            hidden_states (`torch.Tensor` of shape `(batch, sequence, hidden_size)`): The layer's normalised input.
+            scores (`dict[str, torch.Tensor]`): Gets the gate's scores, of shape `(batch, sequence, heads or 1, channels or 1)`.
+
+        Returns:
+            `torch.Tensor` of the shape of `states`.
+        """
+        if position not in self.gate_positions:
+            return states
+        if self.config.gate_input_size is not None:
+            hidden_states = hidden_states[..., : self.config.gate_input_size]
+        gate_logits = getattr(self, GATE_PROJECTIONS[position])(hidden_states)
+        scores[position] = gate_scores(self.config, gate_logits, states.shape[-2])
+        return apply_gate(states, scores[position], self.config.gate_operator)
+
     def project_queries_and_keys(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys before RoPE, of shape `(batch, heads, sequence, head_dim)`, normalised if `qk_norm` says so."""
+        """Queries and keys before gates and RoPE, of shape `(batch, sequence, heads, head_dim)`, normalised if `qk_norm` says so."""
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query_states = self.q_proj(hidden_states).view(hidden_shape)
         key_states = self.k_proj(hidden_states).view(hidden_shape)
         if self.config.qk_norm:
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
-        return query_states.transpose(1, 2), key_states.transpose(1, 2)
+        return query_states, key_states
+
+    def rotate(
+        self, query_states: torch.Tensor, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoPE on queries and keys `(batch, heads, sequence, head_dim)`, on all channels or on the first ones, or none."""
+        if not self.use_rope:
+            return query_states, key_states
+        rotate = apply_rotary_pos_emb if cos.shape[-1] == self.head_dim else apply_partial_rotary_pos_emb
+        return rotate(query_states, key_states, cos, sin)
 
     def forward(
         self,
@@ -71,16 +112,24 @@ class GatedAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | tuple[torch.Tensor, ...]]:
+        """
+        Returns:
+            What the layer adds to the residual stream, `(batch, sequence, hidden_size)`; the attention probabilities if the
+            backend has them; and the gate scores, `(batch, sequence, heads or 1, channels or 1)`: a tensor where there is one
+            gate, else a tuple in the order of `config.gate_positions`, empty for a layer without gates.
+        """
         input_shape = hidden_states.shape[:-1]  # (batch, sequence)
-        hidden_shape = (*input_shape, -1, self.head_dim)
+        scores = {}
 
         query_states, key_states = self.project_queries_and_keys(hidden_states)
+        value_states = self.v_proj(hidden_states).view(*input_shape, -1, self.head_dim)
         # (batch, heads, sequence, head_dim)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        query_states = self.gate("query", query_states, hidden_states, scores).transpose(1, 2)
+        key_states = self.gate("key", key_states, hidden_states, scores).transpose(1, 2)
+        value_states = self.gate("value", value_states, hidden_states, scores).transpose(1, 2)
 
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        query_states, key_states = self.rotate(query_states, key_states, *position_embeddings)
 
         if cache is not None:
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
@@ -97,11 +146,19 @@ class GatedAttention(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            sliding_window=self.sliding_window,
             **kwargs,
         )
 
-        attn_output = apply_gate(
-            attn_output, self.g_proj(hidden_states), self.config.gate_activation, self.config.gate_scale
-        )
+        if self.config.sdpa_output_nonlinearity == "rms_norm":
+            attn_output = self.sdpa_norm(attn_output)
+        elif self.config.sdpa_output_nonlinearity == "silu":
+            attn_output = nn.functional.silu(attn_output)
+        attn_output = self.gate("sdpa_output", attn_output, hidden_states, scores)
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()  # (batch, sequence, heads * head_dim)
-        return self.o_proj(attn_output), attn_weights
+        attn_output = self.o_proj(attn_output)
+        if "dense_output" in self.gate_positions:
+            attn_output = self.gate("dense_output", attn_output.unsqueeze(-2), hidden_states, scores).squeeze(-2)
+
+        ordered = tuple(scores[position] for position in self.gate_positions)
+        return attn_output, attn_weights, ordered[0] if len(ordered) == 1 else ordered

@@ -27,10 +27,12 @@ from pathlib import Path
 # Module of the package, and its name in a bundle: distinctive there, since a user may save into a folder with own code.
 BUNDLED_MODULES = {
     "configuration_gated_attention": "configuration_gated_attention",
+    "gate_variants": "gated_attention_gate_variants",
     "modeling_gated_attention": "modeling_gated_attention",
     "decoder": "gated_attention_decoder",
     "attention": "gated_attention_attention",
     "gate": "gated_attention_gate",
+    "outputs": "gated_attention_outputs",
     "bundle": "gated_attention_bundle",
 }
 
@@ -38,6 +40,9 @@ AUTO_MAP = {
     "AutoConfig": "configuration_gated_attention.GatedAttentionConfig",
     "AutoModel": "modeling_gated_attention.GatedAttentionModel",
     "AutoModelForCausalLM": "modeling_gated_attention.GatedAttentionForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_gated_attention.GatedAttentionForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_gated_attention.GatedAttentionForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_gated_attention.GatedAttentionForQuestionAnswering",
 }
 
 _PACKAGE_IMPORT = re.compile(r"^from \.+(?:\w+\.)*(\w+) import ", flags=re.MULTILINE)

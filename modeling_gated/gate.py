@@ -11,49 +11,114 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The gate: a projection of the layer's input, an activation, and a product with the attention output."""
+"""Gates: logits from the layer's input, scores from the logits, and their product or sum with what is gated."""
 
 import torch
 from torch import nn
 
-
-GATE_ACTIVATIONS = {"sigmoid": torch.sigmoid}
-
-
-def gate_width(config) -> int:
-    """Number of gate logits a token: one a head (headwise) or one a channel of a head (elementwise)."""
-    if config.gate_granularity == "headwise":
-        return config.num_attention_heads
-    return config.num_attention_heads * config.head_dim
+from ..configuration.gate_variants import GATE_PROJECTIONS
 
 
-def gate_projection(config) -> nn.Linear:
-    """The projection from the layer's normalised input to the gate logits (W_theta in the paper, section 2.2)."""
-    return nn.Linear(config.hidden_size, gate_width(config), bias=config.gate_bias)
+def _non_sparse_sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    return 0.5 + 0.5 * torch.sigmoid(logits)
 
 
-def apply_gate(
-    attn_output: torch.Tensor, gate_logits: torch.Tensor, activation: str = "sigmoid", scale: float = 1.0
-) -> torch.Tensor:
+def _identity(logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+GATE_ACTIVATIONS = {
+    "sigmoid": torch.sigmoid,
+    "silu": nn.functional.silu,
+    "ns_sigmoid": _non_sparse_sigmoid,
+    "softplus": nn.functional.softplus,
+    "identity": _identity,
+}
+
+
+class InputIndependentGate(nn.Module):
     """
-    Gate the output of scaled dot product attention, before `o_proj` (G1 in the paper).
+    Gate logits that are the same for every token: a projection without a weight (paper, table 4).
+
+    Args:
+        out_features (`int`): Number of logits.
+    """
+
+    def __init__(self, out_features: int):
+        super().__init__()
+        self.out_features = out_features
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """From `(batch, sequence, hidden_size)`, of which only the number of dimensions matters, to `(1, 1, out_features)`."""
+        return self.bias.view(*(1,) * (hidden_states.ndim - 1), -1)
+
+
+def gate_heads(config, position: str) -> int:
+    """Number of heads at a position; what `o_proj` returns counts as one head of `hidden_size` channels."""
+    if position == "dense_output":
+        return 1
+    return config.num_key_value_heads if position in ("value", "key") else config.num_attention_heads
+
+
+def gate_width(config, position: str = "sdpa_output") -> int:
+    """Number of gate logits a token: one a head (headwise) or one a channel (elementwise)."""
+    heads = gate_heads(config, position)
+    if config.gate_granularity == "headwise":
+        return heads
+    return config.hidden_size if position == "dense_output" else heads * config.head_dim
+
+
+def gate_projection(config, position: str = "sdpa_output") -> nn.Module:
+    """The projection from the layer's normalised input to the gate logits (W_theta in the paper, section 2.2)."""
+    width = gate_width(config, position)
+    if config.gate_input == "none":
+        projection = InputIndependentGate(width)
+    else:
+        projection = nn.Linear(config.gate_input_size or config.hidden_size, width, bias=config.gate_bias)
+    projection.is_gate_projection = True
+    return projection
+
+
+def is_gate_tensor(name: str) -> bool:
+    """Whether a tensor of this name belongs to a gate."""
+    return any(part in GATE_PROJECTIONS.values() for part in name.split("."))
+
+
+def gate_scores(config, gate_logits: torch.Tensor, heads: int) -> torch.Tensor:
+    """
+    Scores from logits.
+
+    Args:
+        config: Its `gate_activation`, `gate_scale` and `gate_sharing` are read.
+        gate_logits (`torch.Tensor` of shape `(batch, sequence, heads * channels)`): What the projection returned.
+        heads (`int`): Number of heads at the gate's position (on this device).
+
+    Returns:
+        `torch.Tensor` of shape `(batch, sequence, heads or 1, channels)`, where channels is 1 for headwise gates.
+    """
+    scores = GATE_ACTIVATIONS[config.gate_activation](gate_logits)
+    if config.gate_scale != 1.0:
+        scores = config.gate_scale * scores
+    scores = scores.view(*scores.shape[:-1], heads, -1)
+    if config.gate_sharing == "head_shared":
+        scores = scores.mean(dim=-2, keepdim=True)
+    return scores
+
+
+def apply_gate(states: torch.Tensor, scores: torch.Tensor, operator: str = "multiply") -> torch.Tensor:
+    """
+    Gate `states`.
 
     The product is taken as `x * (scale * activation(g))`. With `scale = 2` and zero logits the bracket is exactly 1 in
     every float format; `(x * activation(g)) * scale` underflows in float16 and `(scale * x) * activation(g)` overflows.
 
     Args:
-        attn_output (`torch.Tensor` of shape `(batch, sequence, heads, head_dim)`): What attention returns.
-        gate_logits (`torch.Tensor` of shape `(batch, sequence, heads)` or `(batch, sequence, heads * head_dim)`):
-            Headwise or elementwise logits, in the dtype of `attn_output`.
-        activation (`str`): A key of `GATE_ACTIVATIONS`.
-        scale (`float`): Factor on the gate scores.
+        states (`torch.Tensor` of shape `(batch, sequence, heads, channels)`): What is gated.
+        scores (`torch.Tensor`): What [`gate_scores`] returned; broadcasts to the shape of `states`.
+        operator (`str`): `"multiply"` or `"add"`.
 
     Returns:
-        `torch.Tensor` of the shape of `attn_output`.
+        `torch.Tensor` of the shape of `states`.
     """
-    gate_scores = GATE_ACTIVATIONS[activation](gate_logits)
-    if scale != 1.0:
-        gate_scores = scale * gate_scores
-    # (batch, sequence, heads, 1) or (batch, sequence, heads, head_dim)
-    gate_scores = gate_scores.view(*attn_output.shape[:-1], -1)
-    return attn_output * gate_scores
+    return states * scores if operator == "multiply" else states + scores

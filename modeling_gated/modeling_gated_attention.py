@@ -15,22 +15,30 @@
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_gated_attention import GatedAttentionConfig
 from .attention import GatedAttention
 from .bundle import AUTO_MAP, remove_stale_weights, weight_file_states, write_code_bundle
 from .decoder import GatedAttentionDecoderLayer
+from .gate import is_gate_tensor
+from .outputs import GatedCausalLMOutputWithPast, GatedModelOutputWithPast, with_gate_scores
 
 
 class GatedAttentionPreTrainedModel(PreTrainedModel):
@@ -48,13 +56,29 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": GatedAttentionDecoderLayer, "attentions": GatedAttention}
+    _can_record_outputs = {
+        "hidden_states": GatedAttentionDecoderLayer,
+        "attentions": GatedAttention,
+        "gate_scores": OutputRecorder(GatedAttention, index=2),
+    }
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        # A mark rather than a name or a class: this hook sees neither the name nor, behind a quantiser, the class.
+        if not getattr(module, "is_gate_projection", False):
+            return
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if weight is not None and self.config.gate_initializer_range is not None:
+            init.normal_(weight, mean=0.0, std=self.config.gate_initializer_range)
+        if bias is not None:
+            init.constant_(bias, self.config.gate_initial_bias)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
         """
         As [`~transformers.PreTrainedModel.from_pretrained`], except that a gate which the checkpoint lacks is an error:
-        transformers would fill it with random numbers, which ruins the model, and merely warn.
+        transformers would fill it with random numbers, which ruins the model, and merely warn. Where nothing at all was
+        loaded (an empty `state_dict`), the model is a new one, as everywhere in transformers.
 
         Raises:
             `ValueError`: the checkpoint has no tensor, or one of another shape, for one of the gates.
@@ -62,9 +86,11 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
         model, loading_info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
-        missing = {name for name in loading_info.get("missing_keys", ()) if ".g_proj." in name}
+        all_missing = set(loading_info.get("missing_keys", ()))
+        loaded_something = any(name not in all_missing for name, _ in model.named_parameters())
+        missing = {name for name in all_missing if is_gate_tensor(name) and loaded_something}
         # A mismatched key comes as (name, shape on disk, shape in the model).
-        missing |= {entry[0] for entry in loading_info.get("mismatched_keys", ()) if ".g_proj." in entry[0]}
+        missing |= {entry[0] for entry in loading_info.get("mismatched_keys", ()) if is_gate_tensor(entry[0])}
         if missing:
             raise ValueError(
                 f"{pretrained_model_name_or_path} does not fill these gates: {', '.join(sorted(missing))}. A checkpoint "
@@ -123,7 +149,8 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
             [GatedAttentionDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        # Phi-3's reads `partial_rotary_factor` and is otherwise Llama's.
+        self.rotary_emb = Phi3RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
 
         self.post_init()
@@ -140,7 +167,7 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
+    ) -> GatedModelOutputWithPast:
         """
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, sequence)`): Token ids; or give `inputs_embeds`.
@@ -150,15 +177,19 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
             cache (`Cache`): Keys and values of the tokens before these.
             inputs_embeds (`torch.Tensor` of shape `(batch, sequence, hidden_size)`): Instead of `input_ids`.
             use_cache (`bool`): Whether to return a cache.
+            kwargs: Among them `output_gate_scores`, which returns the gate scores of each layer, and those that every model
+                of transformers knows (`output_attentions`, `output_hidden_states`, ...).
 
         Returns:
-            `BaseModelOutputWithPast` with `last_hidden_state` of shape `(batch, sequence, hidden_size)`.
+            `GatedModelOutputWithPast` with `last_hidden_state` of shape `(batch, sequence, hidden_size)`.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if self.config.embedding_multiplier != 1.0:
+            inputs_embeds = inputs_embeds * self.config.embedding_multiplier
 
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -168,13 +199,22 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        causal_mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            cache=cache,
-            position_ids=position_ids,
-        )
+        # `generate` may have prepared the masks already, one for each type of layer.
+        if not isinstance(masks := attention_mask, dict):
+            mask_of = {
+                "full_attention": create_causal_mask,
+                "sliding_attention": create_sliding_window_causal_mask,
+            }
+            masks = {
+                layer_type: mask_of[layer_type](
+                    config=self.config,
+                    inputs_embeds=inputs_embeds,
+                    attention_mask=attention_mask,
+                    cache=cache,
+                    position_ids=position_ids,
+                )
+                for layer_type in dict.fromkeys(self.config.layer_types)
+            }
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
@@ -182,7 +222,7 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=causal_mask,
+                attention_mask=masks[decoder_layer.self_attn.layer_type],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 cache=cache,
@@ -191,7 +231,7 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
             )
 
         hidden_states = self.norm(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
+        return GatedModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
 
 class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
@@ -223,7 +263,7 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
+    ) -> GatedCausalLMOutputWithPast:
         """
         Args are those of [`GatedAttentionModel.forward`], and:
             labels (`torch.LongTensor` of shape `(batch, sequence)`):
@@ -231,9 +271,9 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
             logits_to_keep (`int` or `torch.Tensor`): Compute the last so many logits only (0: all), or those at indices.
 
         Returns:
-            `CausalLMOutputWithPast` with `logits` of shape `(batch, sequence, vocab_size)`.
+            `GatedCausalLMOutputWithPast` with `logits` of shape `(batch, sequence, vocab_size)`.
         """
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs: GatedModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -245,18 +285,72 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
 
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         logits = self.lm_head(hidden_states)
+        if self.config.logits_scaling != 1.0:
+            logits = logits / self.config.logits_scaling
 
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
 
-        return CausalLMOutputWithPast(
+        return GatedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            gate_scores=outputs.gate_scores,
         )
 
 
-__all__ = ["GatedAttentionForCausalLM", "GatedAttentionModel", "GatedAttentionPreTrainedModel"]
+class GatedAttentionForSequenceClassification(GenericForSequenceClassification, GatedAttentionPreTrainedModel):
+    """The decoder with a head that reads the last token of each sequence."""
+
+    def __init__(self, config: GatedAttentionConfig):
+        # Not the generic head's: it asks AutoModel, which knows the class only where this package is installed.
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = GatedAttentionModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+
+        self.post_init()
+
+    forward = with_gate_scores(GenericForSequenceClassification.forward)
+
+
+class GatedAttentionForTokenClassification(GenericForTokenClassification, GatedAttentionPreTrainedModel):
+    """The decoder with a head that classifies each token."""
+
+    def __init__(self, config: GatedAttentionConfig):
+        super(GenericForTokenClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = GatedAttentionModel(config)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+
+        self.post_init()
+
+    forward = with_gate_scores(GenericForTokenClassification.forward)
+
+
+class GatedAttentionForQuestionAnswering(GenericForQuestionAnswering, GatedAttentionPreTrainedModel):
+    """The decoder with a head that finds the first and the last token of an answer."""
+
+    def __init__(self, config: GatedAttentionConfig):
+        super(GenericForQuestionAnswering, self).__init__(config)
+        self.model = GatedAttentionModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+
+        self.post_init()
+
+    forward = with_gate_scores(GenericForQuestionAnswering.forward)
+
+
+__all__ = [
+    "GatedAttentionForCausalLM",
+    "GatedAttentionForQuestionAnswering",
+    "GatedAttentionForSequenceClassification",
+    "GatedAttentionForTokenClassification",
+    "GatedAttentionModel",
+    "GatedAttentionPreTrainedModel",
+]

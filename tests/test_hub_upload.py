@@ -160,7 +160,9 @@ def test_broken_bundle_is_found_before_anything_is_sent(gated, tmp_path):
     prepared = hub_upload.prepare_upload(gated, tmp_path / "upload", REPO)
     hub_upload.check_in_clean_process(gated, prepared)
     module = tmp_path / "upload" / "gated_attention_gate.py"
-    module.write_text(module.read_text().replace("scale * gate_scores", "1.001 * gate_scores"))
+    whole = module.read_text()
+    module.write_text(whole.replace("config.gate_scale * scores", "1.001 * scores"))
+    assert module.read_text() != whole
     with pytest.raises(hub_upload.UploadError, match="differ"):
         hub_upload.check_in_clean_process(gated, prepared)
     module.unlink()

@@ -54,6 +54,7 @@ class OpenedAttention:
         """Args: hidden_states `(length, hidden_size)`: what the layer gets."""
         inputs = self.layer.input_layernorm(hidden_states)
         query, _ = self.attention.project_queries_and_keys(inputs[None])
+        query = query.transpose(1, 2)  # (1, heads, length, head_dim)
         query, _ = apply_rotary_pos_emb(query, query, self.cos, self.sin)
         raw_key = self.attention.k_proj(inputs)
         value = self.attention.v_proj(inputs).unflatten(-1, (-1, self.attention.head_dim)).transpose(0, 1)
