@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-fast style quality clean
+.PHONY: demo test test-fast test-transformers style quality clean
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,10 @@ test: $(INSTALLED)
 # Without the real model and without building wheels.
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest tests -m "not slow"
+
+# transformers' own tests against our classes; fetches the source distribution of the installed transformers once.
+test-transformers: $(INSTALLED)
+	$(BIN)/python -m pytest tests/transformers_suite
 
 style: $(INSTALLED)
 	$(BIN)/ruff check --fix .
