@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TINY_SHAPE, logits_of, randomise, tiny_gated, tiny_input_ids
+from conftest import TINY_SHAPE, randomise, tiny_gated, tiny_input_ids
 from naive_attention import PROJECTIONS, naive_gated_attention
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -138,27 +138,6 @@ def test_zero_logits_with_scale_2_are_exactly_one_at_any_magnitude(dtype):
     states = values.to(dtype).view(1, 1, 1, -1)
     config = GatedAttentionConfig(gate_granularity="headwise", gate_scale=2.0)
     assert torch.equal(apply_gate(states, gate_scores(config, torch.zeros(1, 1, 1, dtype=dtype), 1)), states)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"embedding_multiplier": 3.0},
-        {"residual_multiplier": 0.5},
-        {"logits_scaling": 4.0},
-        {"attention_multiplier": 0.05},
-    ],
-    ids=str,
-)
-def test_multipliers_equal_granite(fields):
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    # Granite's defaults differ: its attention multiplier is 1, not head_dim ** -0.5.
-    granite_fields = {"attention_multiplier": TINY_SHAPE["head_dim"] ** -0.5, **fields}
-    granite = randomise(GraniteForCausalLM(GraniteConfig(**TINY_SHAPE, **granite_fields)))
-    gated = tiny_gated(gate_positions=[], **fields)
-    gated.load_state_dict(granite.state_dict())
-    assert torch.equal(logits_of(gated), logits_of(granite))
 
 
 @pytest.mark.parametrize(

@@ -63,42 +63,6 @@ def test_cached_decoding_equals_full_forward(granularity, backend):
     assert torch.equal(generated, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_left_padding_changes_nothing_for_the_tokens(backend):
-    model = tiny_gated()
-    model.set_attn_implementation(backend)
-    tokens = tiny_input_ids(batch=1, sequence=9)
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), tokens], dim=1)
-    mask = (torch.arange(13) >= 4).long()[None]
-    with torch.no_grad():
-        logits = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
-    # Other shapes take other paths through the matrix products: float32 rounding.
-    torch.testing.assert_close(logits[:, 4:], logits_of(model, tokens), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_documents_do_not_see_each_other(backend):
-    model = tiny_gated()
-    model.set_attn_implementation(backend)
-    first, second = tiny_input_ids(1, 7, seed=5), tiny_input_ids(1, 9, seed=6)
-    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
-    with torch.no_grad():
-        packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
-    apart = torch.cat([logits_of(model, first), logits_of(model, second)], dim=1)
-    torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
-
-
-def test_gradient_checkpointing_gives_the_same_gradients():
-    gradients = []
-    for checkpointing in (False, True):
-        model = tiny_gated(attention_dropout=0.0).train()
-        if checkpointing:
-            model.activation_checkpointing_enable()
-        model(tiny_input_ids(), labels=tiny_input_ids(), use_cache=False).loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
-
-
 def test_hidden_states_and_attentions_are_returned():
     model = tiny_gated(attn_implementation="eager")
     outputs = model(tiny_input_ids(2, 5), output_hidden_states=True, output_attentions=True)

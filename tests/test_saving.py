@@ -40,6 +40,7 @@ def test_saved_folder_loads_without_the_package_and_saves_again(tmp_path, withou
     model.save_pretrained(tmp_path / "saved")
     save_file({"input_ids": tiny_input_ids()}, tmp_path / "inputs.safetensors")
     without_package("""
+import transformers
 model = AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=True)
 base = AutoModel.from_pretrained("saved", trust_remote_code=True)
 assert type(base).__name__ == "GatedAttentionModel"
@@ -48,6 +49,11 @@ with torch.no_grad():
     logits = model(input_ids, use_cache=False).logits
     assert torch.equal(model.lm_head(base(input_ids, use_cache=False).last_hidden_state), logits)
 model.generate(input_ids, max_new_tokens=3)
+for head in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+    headed = getattr(transformers, "AutoModelFor" + head).from_pretrained("saved", trust_remote_code=True).eval()
+    assert type(headed).__name__ == "GatedAttentionFor" + head
+    hidden = headed.model(input_ids, use_cache=False).last_hidden_state
+    assert torch.equal(hidden, base(input_ids, use_cache=False).last_hidden_state)
 save_file({"logits": logits}, "logits.safetensors")
 model.save_pretrained("again")
 """)
