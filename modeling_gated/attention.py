@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, eager_attention_forward
-from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from ..configuration.gate_variants import GATE_PROJECTIONS
 from .gate import apply_gate, gate_projection, gate_scores
+from .rotary import rotate
 
 
 class GatedAttention(nn.Module):
@@ -102,8 +102,8 @@ class GatedAttention(nn.Module):
         """RoPE on queries and keys `(batch, heads, sequence, head_dim)`, on all channels or on the first ones, or none."""
         if not self.use_rope:
             return query_states, key_states
-        rotate = apply_rotary_pos_emb if cos.shape[-1] == self.head_dim else apply_partial_rotary_pos_emb
-        return rotate(query_states, key_states, cos, sin)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return rotate(query_states, cos, sin), rotate(key_states, cos, sin)
 
     def forward(
         self,

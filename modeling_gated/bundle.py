@@ -33,6 +33,7 @@ BUNDLED_MODULES = {
     "attention": "gated_attention_attention",
     "gate": "gated_attention_gate",
     "outputs": "gated_attention_outputs",
+    "rotary": "gated_attention_rotary",
     "bundle": "gated_attention_bundle",
 }
 

@@ -36,6 +36,28 @@ GATE_ACTIVATIONS = {
 }
 
 
+class _ScaledSigmoid(torch.autograd.Function):
+    """
+    `scale * sigmoid(logits)`, of which the backward pass needs the result alone.
+
+    Written as a product, autograd would keep both the sigmoid and the scaled one: a tensor more a layer.
+    """
+
+    @staticmethod
+    def forward(logits: torch.Tensor, scale: float) -> torch.Tensor:
+        return torch.sigmoid(logits).mul_(scale)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.scale = inputs[1]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (scores,) = ctx.saved_tensors
+        return torch.ops.aten.sigmoid_backward(grad * ctx.scale, scores / ctx.scale), None
+
+
 class InputIndependentGate(nn.Module):
     """
     Gate logits that are the same for every token: a projection without a weight (paper, table 4).
@@ -97,9 +119,12 @@ def gate_scores(config, gate_logits: torch.Tensor, heads: int) -> torch.Tensor:
     Returns:
         `torch.Tensor` of shape `(batch, sequence, heads or 1, channels)`, where channels is 1 for headwise gates.
     """
-    scores = GATE_ACTIVATIONS[config.gate_activation](gate_logits)
-    if config.gate_scale != 1.0:
-        scores = config.gate_scale * scores
+    if config.gate_scale == 1.0:
+        scores = GATE_ACTIVATIONS[config.gate_activation](gate_logits)
+    elif config.gate_activation == "sigmoid" and not torch.compiler.is_compiling():
+        scores = _ScaledSigmoid.apply(gate_logits, config.gate_scale)
+    else:
+        scores = config.gate_scale * GATE_ACTIVATIONS[config.gate_activation](gate_logits)
     scores = scores.view(*scores.shape[:-1], heads, -1)
     if config.gate_sharing == "head_shared":
         scores = scores.mean(dim=-2, keepdim=True)

@@ -188,7 +188,9 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
 
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if self.config.embedding_multiplier != 1.0:
+        # A later pipeline stage gets hidden states in place of embeddings; transformers has emptied its first layer.
+        later_stage = type(self.layers[0]).__name__ == "PipelineIdentityLayer"
+        if self.config.embedding_multiplier != 1.0 and not later_stage:
             inputs_embeds = inputs_embeds * self.config.embedding_multiplier
 
         if use_cache and cache is None:
@@ -219,10 +221,10 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
 
-        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+        for layer_idx, decoder_layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=masks[decoder_layer.self_attn.layer_type],
+                attention_mask=masks[self.config.layer_types[layer_idx]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 cache=cache,

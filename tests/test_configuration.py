@@ -1,5 +1,7 @@
 """A config says what a model is: it round-trips, and refuses what has no meaning with the field, the rule and the value."""
 
+import dataclasses
+
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
@@ -101,3 +103,16 @@ def test_refusals_name_field_rule_and_value(fields, named):
         GatedAttentionConfig(**fields)
     for word in named:
         assert word in str(error.value)
+
+
+OWN_FIELDS = [
+    field.name
+    for field in dataclasses.fields(GatedAttentionConfig)
+    if field.name in GatedAttentionConfig.__annotations__
+]
+
+
+@pytest.mark.parametrize("name", OWN_FIELDS)
+def test_wrong_type_in_any_field_is_refused_with_its_name(name):
+    with pytest.raises((StrictDataclassError, TypeError, ValueError), match=name):
+        GatedAttentionConfig(**{name: {1, 2}})

@@ -1,4 +1,4 @@
-"""Two processes that share each layer's heads compute what one process computes, forward and backward, whatever the gates."""
+"""Two processes that share a model compute what one process computes, whatever the gates: by heads, by parameters, by layers."""
 
 import os
 import socket
@@ -21,6 +21,12 @@ VARIANTS = {
     "every_position": {"gate_positions": ["sdpa_output", "value", "key", "query", "dense_output"], "qk_norm": True},
     "normalised_heads": {"sdpa_output_nonlinearity": "rms_norm", "gate_layers": [1]},
     "no_gates": {"gate_positions": []},
+    "windows": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+    },
 }
 # What must not be whole on each device, or the plan has not been applied.
 SHARDED = {
@@ -31,6 +37,7 @@ SHARDED = {
     "every_position": ["g_proj", "v_g_proj", "k_g_proj", "q_g_proj", "o_g_proj"],
     "normalised_heads": ["g_proj"],
     "no_gates": ["q_proj"],
+    "windows": ["g_proj"],
 }
 
 
@@ -63,10 +70,39 @@ def one_rank(rank: int, port: int, folders: dict[str, str]) -> None:
                 gradient, expected[name].grad, rtol=1e-3, atol=1e-5, msg=lambda m, v=variant, n=name: f"{v}, {n}: {m}"
             )
         assert sharded >= set(SHARDED[variant]), (variant, sharded)
+    for variant in ("every_position", "windows"):
+        whole = GatedAttentionForCausalLM.from_pretrained(folders[variant])
+        expected = whole(input_ids, labels=input_ids, use_cache=False)
+        expected.loss.backward()
+
+        # FSDP2: every parameter in two parts, gathered when it is needed.
+        shared = GatedAttentionForCausalLM.from_pretrained(
+            folders[variant], distributed_config=DistributedConfig(fsdp_size=2)
+        )
+        found = shared(input_ids, labels=input_ids, use_cache=False)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        found.loss.backward()
+        for (name, parameter), (_, own) in zip(shared.named_parameters(), whole.named_parameters(), strict=True):
+            assert isinstance(parameter, DTensor), name
+            torch.testing.assert_close(parameter.grad.full_tensor(), own.grad, rtol=1e-3, atol=1e-5)
+
+        # Pipeline: two layers here and one there.
+        staged = GatedAttentionForCausalLM.from_pretrained(
+            folders[variant], distributed_config=DistributedConfig(pp_size=2)
+        )
+        assert [type(layer).__name__ == "PipelineIdentityLayer" for layer in staged.model.layers] == (
+            [False, False, True] if rank == 0 else [True, True, False]
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(
+                staged(input_ids, use_cache=False).logits, expected.logits, rtol=1e-4, atol=1e-4
+            )
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        assert torch.equal(staged.generate(input_ids, **options), whole.generate(input_ids, **options))
     dist.destroy_process_group()
 
 
-def test_sharded_model_equals_whole_one(tmp_path):
+def test_model_shared_by_two_processes_equals_the_whole_one(tmp_path):
     folders = {}
     for variant, fields in VARIANTS.items():
         folders[variant] = str(tmp_path / variant)

@@ -1,0 +1,86 @@
+"""What is written for speed or memory has the bits of the plain formula, and its gradients."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
+
+from gated_attention import GatedAttentionConfig
+from gated_attention.modeling_gated.gate import gate_scores
+from gated_attention.modeling_gated.rotary import rotate
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def states_and_angles(dtype, rotated: int, length: int = 7, head_dim: int = 12):
+    generator = torch.Generator().manual_seed(0)
+    # As a projection leaves them: heads and sequence transposed.
+    states = torch.randn(2, length, 3, head_dim, generator=generator).to(dtype).transpose(1, 2)
+    angles = torch.randn(2, length, rotated // 2, generator=generator).repeat(1, 1, 2)
+    return states, angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@pytest.mark.parametrize("length", [1, 7])
+@pytest.mark.parametrize("rotated", [12, 4], ids=["all_channels", "first_channels"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotation_has_the_bits_of_transformers(dtype, rotated, length):
+    states, cos, sin = states_and_angles(dtype, rotated, length)
+    stock = apply_rotary_pos_emb if rotated == 12 else apply_partial_rotary_pos_emb
+    results, gradients = [], []
+    for function in (lambda x: stock(x, x, cos, sin)[0], lambda x: rotate(x, cos.unsqueeze(1), sin.unsqueeze(1))):
+        leaf = states.clone().requires_grad_()
+        result = function(leaf)
+        result.backward(torch.linspace(-1, 1, result.numel()).to(dtype).view(result.shape))
+        results.append(result.detach())
+        gradients.append(leaf.grad)
+    assert torch.equal(*results)
+    assert torch.equal(*gradients)
+    before = states.clone()
+    with torch.no_grad():
+        assert torch.equal(rotate(states, cos.unsqueeze(1), sin.unsqueeze(1)), results[0])
+    assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("rotated", [12, 4], ids=["all_channels", "first_channels"])
+def test_rotation_gradient_is_that_of_its_function(rotated):
+    states, cos, sin = states_and_angles(torch.float64, rotated, length=2)
+    arguments = (cos.unsqueeze(1), sin.unsqueeze(1))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, *arguments), states.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("scale", [2.0, 0.7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaled_sigmoid_equals_the_product(dtype, scale):
+    config = GatedAttentionConfig(gate_scale=scale, gate_granularity="headwise")
+    logits = torch.linspace(-9, 9, 24).to(dtype).view(2, 3, 4)
+    fast, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    scores = gate_scores(config, fast, 4)
+    expected = scale * torch.sigmoid(plain)
+    assert torch.equal(scores[..., 0], expected)
+    for result in (scores, expected):
+        result.backward(torch.linspace(-1, 1, 24).to(dtype).view(result.shape))
+    # The derivative takes sigmoid back from the scaled, rounded one: an ulp of sigmoid near 1 weighs on 1 - sigmoid.
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(fast.grad, plain.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_scaled_sigmoid_keeps_one_tensor_for_the_backward_pass():
+    config = GatedAttentionConfig(gate_scale=2.0)
+    projection = nn.Linear(8, 8)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    states = torch.randn(1, 5, 2, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        scores = gate_scores(config, projection(torch.randn(1, 5, 8)), 2)
+        product = states * scores
+    own = {projection.weight.untyped_storage().data_ptr(), states.untyped_storage().data_ptr()}
+    # The projection's input, and the scores: once for their own derivative and once for the product's.
+    assert len(set(kept) - own) == 2
+    product.sum().backward()
+    assert projection.weight.grad.abs().max() > 0
