@@ -1,6 +1,7 @@
 # On a fresh clone: `make demo` and `make test` set up a virtual environment in .venv and run.
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -16,16 +17,19 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/gated-attention demo $(if $(MODEL),--model "$(MODEL)") $(if $(SHORT),--short)
 
+# Two files of tests at a time, each with one thread: half of the time goes into starting processes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest tests
+	$(PYTEST) tests
 
 # Without the real model and without building wheels.
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest tests -m "not slow"
+	$(PYTEST) tests -m "not slow"
 
 # transformers' own tests against our classes; fetches the source distribution of the installed transformers once.
 test-transformers: $(INSTALLED)
-	$(BIN)/python -m pytest tests/transformers_suite
+	$(PYTEST) --dist load tests/transformers_suite
 
 style: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -26,6 +26,23 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from .gate_variants import GATE_PROJECTIONS, GATE_VARIANTS
 
 
+_POSITIVE_ROPE_VALUES = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "partial_rotary_factor",
+)
+
+
+def _is_positive(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
 @strict
 class GatedAttentionConfig(PreTrainedConfig):
     r"""
@@ -78,8 +95,8 @@ class GatedAttentionConfig(PreTrainedConfig):
         gate_positions (`list[str]`, *optional*, defaults to `["sdpa_output"]`):
             What is gated (paper, section 2.2), in brackets the projection of the gate logits. `"sdpa_output"`: each head's
             attention output before `o_proj` (G1, the best position; `g_proj`). `"value"`, `"key"`, `"query"`: the result of
-            `v_proj` (G2; `v_g_proj`), of `k_proj` (G3; `k_g_proj`) and of `q_proj` (G4; `q_g_proj`), the latter two after
-            QK-norm and before RoPE. `"dense_output"`: the result of `o_proj` (G5; `o_g_proj`). Several may be named. `[]` is a
+            `v_proj` (G2; `g_proj_v`), of `k_proj` (G3; `g_proj_k`) and of `q_proj` (G4; `g_proj_q`), the latter two after
+            QK-norm and before RoPE. `"dense_output"`: the result of `o_proj` (G5; `g_proj_o`). Several may be named. `[]` is a
             model without gates: the paper's baseline.
         gate_granularity (`str`, *optional*, defaults to `"elementwise"`):
             `"elementwise"`: one gate a channel, `g_proj` is `hidden_size x (num_attention_heads * head_dim)`.
@@ -128,10 +145,10 @@ class GatedAttentionConfig(PreTrainedConfig):
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
         "layers.*.self_attn.g_proj": "colwise",
-        "layers.*.self_attn.v_g_proj": "colwise",
-        "layers.*.self_attn.k_g_proj": "colwise",
-        "layers.*.self_attn.q_g_proj": "colwise",
-        "layers.*.self_attn.o_g_proj": "colwise_gather_output",
+        "layers.*.self_attn.g_proj_v": "colwise",
+        "layers.*.self_attn.g_proj_k": "colwise",
+        "layers.*.self_attn.g_proj_q": "colwise",
+        "layers.*.self_attn.g_proj_o": "colwise_gather_output",
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
@@ -208,6 +225,7 @@ class GatedAttentionConfig(PreTrainedConfig):
             self.layer_types = [kind] * self.num_hidden_layers
         if self.no_rope_layers is None:
             self.no_rope_layers = [1] * self.num_hidden_layers
+        self._refuse_rope_values()
         self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
 
@@ -259,12 +277,23 @@ class GatedAttentionConfig(PreTrainedConfig):
                 "different model families: set `qk_bias`, `v_bias` and `o_bias`"
             )
         for name in unknown:
-            if name.startswith("gate_"):
-                known = [field.name for field in fields(self) if field.name.startswith("gate_")]
+            prefix = name.partition("_")[0]
+            if prefix in ("gate", "sdpa", "qk"):  # not the prefixes of anything that every config has
+                known = [field.name for field in fields(self) if field.name.startswith(f"{prefix}_")]
                 closest = difflib.get_close_matches(name, known, n=1) or known
                 raise TypeError(
                     f"`{name}` is not a field of GatedAttentionConfig: did you mean {' or '.join(closest)}?"
                 )
+
+    def _refuse_rope_values(self) -> None:
+        """transformers computes with them before its own checks, most of which warn."""
+        for name, value in (self.rope_parameters or {}).items():
+            named = f"`rope_parameters.{name}`"
+            if name in ("short_factor", "long_factor"):
+                if not (isinstance(value, list) and value and all(_is_positive(factor) for factor in value)):
+                    raise ValueError(f"{named} must be a list of positive numbers, got {value!r}")
+            elif name in _POSITIVE_ROPE_VALUES and value is not None and not _is_positive(value):
+                raise ValueError(f"{named} must be a positive finite number, got {value!r}")
 
     def validate_architecture(self):
         """Part of `@strict`-powered validation: the rules that involve more than a field's type."""
@@ -284,6 +313,16 @@ class GatedAttentionConfig(PreTrainedConfig):
                 f"`num_key_value_heads` must divide `num_attention_heads` ({self.num_attention_heads}), "
                 f"got {self.num_key_value_heads}"
             )
+        if self.max_position_embeddings < 1:
+            raise ValueError(f"`max_position_embeddings` must be at least 1, got {self.max_position_embeddings}")
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(f"`attention_dropout` must be 0 or more and below 1, got {self.attention_dropout}")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
+            raise ValueError(f"`rms_norm_eps` must be a positive finite number, got {self.rms_norm_eps}")
+        if not (math.isfinite(self.initializer_range) and self.initializer_range >= 0):
+            raise ValueError(f"`initializer_range` must be a finite number, 0 or more, got {self.initializer_range}")
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ValueError(f"`pad_token_id` must be below `vocab_size` ({self.vocab_size}), got {self.pad_token_id}")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}")
         for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
@@ -304,7 +343,15 @@ class GatedAttentionConfig(PreTrainedConfig):
         factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
         if not (isinstance(factor, (int, float)) and 0 < factor <= 1):
             raise ValueError(f"`rope_parameters.partial_rotary_factor` must be above 0 and at most 1, got {factor}")
+        if self.rope_parameters["rope_theta"] == 1.0:
+            raise ValueError("`rope_parameters.rope_theta` must not be 1: all channels would turn at one speed; got 1")
         rotated = int(self.head_dim * factor)
+        for name in ("short_factor", "long_factor"):
+            if name in self.rope_parameters and len(self.rope_parameters[name]) != rotated // 2:
+                raise ValueError(
+                    f"`rope_parameters.{name}` must have a factor for each of the {rotated // 2} rotated pairs of channels, got "
+                    f"{len(self.rope_parameters[name])}"
+                )
         if rotated % 2 != 0 or rotated == 0:
             raise ValueError(
                 "`head_dim` times `partial_rotary_factor` must be even and not 0, since RoPE rotates pairs of channels, "
@@ -358,7 +405,7 @@ class GatedAttentionConfig(PreTrainedConfig):
                     )
         if self.gate_input == "none":
             for name in ("gate_bias", "gate_input_size", "gate_initializer_range"):
-                if getattr(self, name):
+                if getattr(self, name) is not None and getattr(self, name) is not False:
                     raise ValueError(
                         f"`{name}` must be left out where `gate_input` is 'none': nothing is projected; got "
                         f"{getattr(self, name)!r}"

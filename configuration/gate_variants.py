@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 
-# By position, the module of the attention layer that gives the gate logits. Names end in `g_proj` with no more than a
-# letter before it, so that no `target_modules` of PEFT for another projection matches.
+# By position, the module of the attention layer that gives the gate logits. PEFT matches the ends of names: none of these
+# ends in another one, nor in the name of a projection that is not a gate.
 GATE_PROJECTIONS = {
     "sdpa_output": "g_proj",
-    "value": "v_g_proj",
-    "key": "k_g_proj",
-    "query": "q_g_proj",
-    "dense_output": "o_g_proj",
+    "value": "g_proj_v",
+    "key": "g_proj_k",
+    "query": "g_proj_q",
+    "dense_output": "g_proj_o",
 }
 
 
@@ -69,7 +69,10 @@ GATE_VARIANTS = {
     "sdpa_silu": GateVariant({"gate_positions": [], "sdpa_output_nonlinearity": "silu"}, "SDPA SiLU", 5.975),
     "qwen3_next": GateVariant({"qk_norm": True}, "Qwen3-Next and Qwen3.5: G1 elementwise, with QK-norm"),
     "lfm3": GateVariant({"gate_granularity": "headwise", "qk_norm": True}, "LFM3: G1 headwise, with QK-norm"),
-    "laguna": GateVariant({"gate_granularity": "headwise", "gate_activation": "softplus"}, "Laguna: softplus"),
+    "laguna": GateVariant(
+        {"gate_granularity": "headwise", "gate_activation": "softplus", "qk_norm": True},
+        "Laguna: softplus, with QK-norm",
+    ),
     "alphafold2": GateVariant(
         {"gate_bias": True, "gate_initializer_range": 0.0, "gate_initial_bias": 1.0},
         "AlphaFold2 (Jumper et al. 2021): gates of 0.73 at first, whatever the input",

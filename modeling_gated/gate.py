@@ -13,6 +13,8 @@
 # limitations under the License.
 """Gates: logits from the layer's input, scores from the logits, and their product or sum with what is gated."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -38,10 +40,11 @@ GATE_ACTIVATIONS = {
 
 class _ScaledSigmoid(torch.autograd.Function):
     """
-    `scale * sigmoid(logits)`, of which the backward pass needs the result alone.
-
-    Written as a product, autograd would keep both the sigmoid and the scaled one: a tensor more a layer.
+    `scale * sigmoid(logits)` for a power of two, of which the derivative needs the result alone: the sigmoid comes back from
+    it exactly. Written as a product, autograd would keep both the sigmoid and the scaled one: a tensor more a layer.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(logits: torch.Tensor, scale: float) -> torch.Tensor:
@@ -51,11 +54,17 @@ class _ScaledSigmoid(torch.autograd.Function):
     def setup_context(ctx, inputs, output) -> None:
         ctx.scale = inputs[1]
         ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (scores,) = ctx.saved_tensors
         return torch.ops.aten.sigmoid_backward(grad * ctx.scale, scores / ctx.scale), None
+
+    @staticmethod
+    def jvp(ctx, tangent: torch.Tensor, _) -> torch.Tensor:
+        (scores,) = ctx.saved_tensors
+        return torch.ops.aten.sigmoid_backward(tangent * ctx.scale, scores / ctx.scale)
 
 
 class InputIndependentGate(nn.Module):
@@ -70,6 +79,9 @@ class InputIndependentGate(nn.Module):
         super().__init__()
         self.out_features = out_features
         self.bias = nn.Parameter(torch.zeros(out_features))
+
+    def extra_repr(self) -> str:
+        return f"out_features={self.out_features}"
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """From `(batch, sequence, hidden_size)`, of which only the number of dimensions matters, to `(1, 1, out_features)`."""
@@ -121,7 +133,11 @@ def gate_scores(config, gate_logits: torch.Tensor, heads: int) -> torch.Tensor:
     """
     if config.gate_scale == 1.0:
         scores = GATE_ACTIVATIONS[config.gate_activation](gate_logits)
-    elif config.gate_activation == "sigmoid" and not torch.compiler.is_compiling():
+    elif (
+        config.gate_activation == "sigmoid"
+        and math.frexp(config.gate_scale)[0] == 0.5
+        and not torch.compiler.is_compiling()
+    ):
         scores = _ScaledSigmoid.apply(gate_logits, config.gate_scale)
     else:
         scores = config.gate_scale * GATE_ACTIVATIONS[config.gate_activation](gate_logits)
@@ -144,6 +160,8 @@ def apply_gate(states: torch.Tensor, scores: torch.Tensor, operator: str = "mult
         operator (`str`): `"multiply"` or `"add"`.
 
     Returns:
-        `torch.Tensor` of the shape of `states`.
+        `torch.Tensor` of the shape and format of `states`, whatever format autocast gave the scores: attention needs queries, keys
+        and values in one.
     """
+    scores = scores.to(states.dtype)
     return states * scores if operator == "multiply" else states + scores

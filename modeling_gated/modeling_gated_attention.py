@@ -35,7 +35,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_gated_attention import GatedAttentionConfig
 from .attention import GatedAttention
-from .bundle import AUTO_MAP, remove_stale_weights, weight_file_states, write_code_bundle
+from .bundle import AUTO_MAP, bundled_files, remove_stale_weights, weight_file_states, write_code_bundle
 from .decoder import GatedAttentionDecoderLayer
 from .gate import is_gate_tensor
 from .outputs import GatedCausalLMOutputWithPast, GatedModelOutputWithPast, with_gate_scores
@@ -64,7 +64,7 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module):
         super()._init_weights(module)
-        # A mark rather than a name or a class: this hook sees neither the name nor, behind a quantiser, the class.
+        # A mark, since this hook does not see names.
         if not getattr(module, "is_gate_projection", False):
             return
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -134,6 +134,11 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
         )
         if bundles:
             remove_stale_weights(save_directory, variant, before)
+
+    def _get_files_timestamps(self, working_dir):
+        # By these `save_pretrained(push_to_hub=True)` tells what is new and to be uploaded. The code is there by then.
+        timestamps = super()._get_files_timestamps(working_dir)
+        return {name: time for name, time in timestamps.items() if name not in bundled_files()}
 
 
 class GatedAttentionModel(GatedAttentionPreTrainedModel):

@@ -27,11 +27,10 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     Returns:
         `torch.Tensor` of the shape of `states`, bit-equal to what `apply_rotary_pos_emb` of transformers gives.
     """
-    if torch.compiler.is_compiling():  # which fuses the plain formula
+    # A compiler fuses the plain formula. Autocast mixes formats, which in-place operations would not promote.
+    if torch.compiler.is_compiling() or states.dtype != cos.dtype:
         return _plain_rotation(states, cos, sin)
-    if torch.is_grad_enabled() and states.requires_grad:
-        return _Rotation.apply(states, cos, sin)
-    return _rotated(states, cos, sin)
+    return _Rotation.apply(states, cos, sin, False)
 
 
 def _plain_rotation(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -41,7 +40,7 @@ def _plain_rotation(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
     return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
 
-def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
+def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
     """
     As `_plain_rotation`, in place on a new tensor; `back` gives the product with the rotation's transpose.
 
@@ -67,16 +66,27 @@ def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: b
 
 
 class _Rotation(torch.autograd.Function):
-    """The backward pass of slices and a concatenation fills and adds whole tensors; the transpose is a rotation too."""
+    """
+    The backward pass of slices and a concatenation fills and adds whole tensors. The transpose of a rotation is the rotation
+    back, so this is its own derivative, as often as one likes.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return _rotated(states, cos, sin)
+    def forward(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+        return _rotated(states, cos, sin, back)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[1:])
+        _, cos, sin, ctx.back = inputs
+        ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(cos, sin)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _rotated(grad, *ctx.saved_tensors, back=True), None, None
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Rotation.apply(grad, *ctx.saved_tensors, not ctx.back), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent: torch.Tensor, *_) -> torch.Tensor:
+        return _Rotation.apply(tangent, *ctx.saved_tensors, ctx.back)

@@ -15,10 +15,10 @@ ACTIVATIONS = {
 
 PROJECTIONS = {
     "sdpa_output": "g_proj",
-    "value": "v_g_proj",
-    "key": "k_g_proj",
-    "query": "q_g_proj",
-    "dense_output": "o_g_proj",
+    "value": "g_proj_v",
+    "key": "g_proj_k",
+    "query": "g_proj_q",
+    "dense_output": "g_proj_o",
 }
 
 

@@ -135,7 +135,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(fields, reentrant):
         model = tiny_gated(**fields).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        calls = []
+        model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         model(tiny_input_ids(), labels=tiny_input_ids(), use_cache=False).loss.backward()
+        assert len(calls) == (2 if checkpointing else 1)
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gated_attention import convert_checkpoint, hub_upload
+from gated_attention.modeling_gated.bundle import bundled_files
 
 
 SCRIPT = Path(__file__).parents[1] / "hub_upload.py"
@@ -127,11 +128,15 @@ def test_model_push_to_hub_is_self_contained_too(gated, hub, tmp_path):
     script = f"""
 from transformers import AutoModelForCausalLM
 import gated_attention
-AutoModelForCausalLM.from_pretrained({str(gated)!r}).push_to_hub({REPO!r})
+model = AutoModelForCausalLM.from_pretrained({str(gated)!r})
+model.push_to_hub({REPO!r})
+model.save_pretrained({str(tmp_path / "saved")!r}, push_to_hub=True, repo_id={REPO + "-saved"!r})
 """
     process = subprocess.run([sys.executable, "-c", script], env=hub.client, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert torch.equal(stranger_logits(hub, tmp_path), logits_of(AutoModelForCausalLM.from_pretrained(gated)))
+    # Saving with an upload sends what is new in the folder; the code is written first, and must count as new.
+    assert set(bundled_files()) | {"model.safetensors", "config.json"} <= set(hub.files(f"{REPO}-saved"))
 
 
 def test_card_says_what_the_model_is(gated, tmp_path):
@@ -161,7 +166,7 @@ def test_broken_bundle_is_found_before_anything_is_sent(gated, tmp_path):
     hub_upload.check_in_clean_process(gated, prepared)
     module = tmp_path / "upload" / "gated_attention_gate.py"
     whole = module.read_text()
-    module.write_text(whole.replace("config.gate_scale * scores", "1.001 * scores"))
+    module.write_text(whole.replace("return states * scores if", "return 1.001 * states * scores if"))
     assert module.read_text() != whole
     with pytest.raises(hub_upload.UploadError, match="differ"):
         hub_upload.check_in_clean_process(gated, prepared)
