@@ -165,7 +165,7 @@ def test_identity_on_random_models(qk_norm):
     position_embeddings = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(length)[None])
     hidden_states = torch.randn(length, TINY_SHAPE["hidden_size"], generator=torch.Generator().manual_seed(3)).double()
     with torch.no_grad():
-        expected, _ = attention(layer.input_layernorm(hidden_states[None]), position_embeddings)
+        expected, *_ = attention(layer.input_layernorm(hidden_states[None]), position_embeddings)
         opened = OpenedAttention(layer, position_embeddings)
         before = opened.project(hidden_states)
         shares = torch.cat([p for _, p in opened.probabilities(before.query, before.key)])
@@ -219,7 +219,7 @@ def test_opened_attention_is_the_layers_own():
     position_embeddings = model.model.rotary_emb(hidden_states, torch.arange(20)[None])
     opened = OpenedAttention(layer, position_embeddings)
     with torch.no_grad():
-        expected, _ = layer.self_attn(layer.input_layernorm(hidden_states), position_embeddings)
+        expected, *_ = layer.self_attn(layer.input_layernorm(hidden_states), position_embeddings)
         projections = opened.project(hidden_states[0])
         found = sum(
             opened.to_residual(probabilities @ projections.value[number], heads).sum(0)
