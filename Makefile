@@ -29,6 +29,7 @@ test-fast: $(INSTALLED)
 
 # transformers' own tests against our classes; fetches the source distribution of the installed transformers once.
 test-transformers: $(INSTALLED)
+	$(BIN)/python tests/transformers_suite/fetch.py build/transformers_suite
 	$(PYTEST) --dist load tests/transformers_suite
 
 style: $(INSTALLED)

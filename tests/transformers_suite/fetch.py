@@ -8,6 +8,7 @@ distribution lacks gets a stand-in: generation and export tests (empty), the com
 processes for the tensor parallel tests.
 """
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -86,24 +87,29 @@ def fetch(folder: Path) -> Path:
     version = package / "VERSION"
     if version.is_file() and version.read_text() == transformers.__version__:
         return package
-    with tempfile.TemporaryDirectory() as scratch:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # Without build isolation no build backend is fetched for what is only unpacked.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
         command += ["--no-binary", ":all:", "--dest", scratch, f"transformers=={transformers.__version__}"]
         subprocess.run(command, check=True)
         archive = next(Path(scratch).glob("transformers-*.tar.gz"))
+        made = Path(scratch) / package.name
         with tarfile.open(archive) as tar:
             found = {Path(member.name).name: member for member in tar if Path(member.name).parent.name == "tests"}
             missing = sorted(set(WANTED) - found.keys())
             if missing:
                 raise RuntimeError(f"{archive.name} has no {', '.join(missing)} in its tests folder")
+            for name, content in STAND_INS.items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).write_text(content, encoding="utf-8")
             for name in WANTED:
-                package.mkdir(parents=True, exist_ok=True)
-                (package / name).write_bytes(tar.extractfile(found[name]).read())
-    for name, content in STAND_INS.items():
-        (package / name).parent.mkdir(exist_ok=True)
-        (package / name).write_text(content, encoding="utf-8")
-    version.write_text(transformers.__version__)
+                (made / name).write_bytes(tar.extractfile(found[name]).read())
+        (made / version.name).write_text(transformers.__version__)
+        # Complete before it has its name, so that a run that is stopped leaves no half of it.
+        if package.exists():
+            shutil.rmtree(package)
+        made.rename(package)
     return package
 
 
