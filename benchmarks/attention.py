@@ -21,7 +21,6 @@ stock one has. What it is ahead of the stock one by is not the gate's doing alon
 import argparse
 import json
 import math
-import platform
 import random
 import statistics
 import time
@@ -38,6 +37,7 @@ from tqdm import tqdm
 from transformers import Qwen3NextConfig, StaticCache
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
+from conversion import _processor
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM, GatedAttentionModel, __version__
 from gated_attention.modeling_gated.attention import GatedAttention
 
@@ -372,9 +372,7 @@ def main() -> None:
                 json.dumps(
                     {
                         "settings": {
-                            "device": torch.cuda.get_device_name()
-                            if arguments.device == "cuda"
-                            else platform.processor(),
+                            "device": torch.cuda.get_device_name() if arguments.device == "cuda" else _processor(),
                             "threads": torch.get_num_threads(),
                             "rounds": arguments.rounds,
                             "versions": {

@@ -38,7 +38,7 @@ from .attention import GatedAttention
 from .bundle import AUTO_MAP, bundled_files, remove_stale_weights, weight_file_states, write_code_bundle
 from .decoder import GatedAttentionDecoderLayer
 from .gate import is_gate_tensor
-from .outputs import GatedCausalLMOutputWithPast, GatedModelOutputWithPast, with_gate_scores
+from .outputs import GatedCausalLMOutputWithPast, GatedModelOutputWithPast, hands_out_gate_scores, with_gate_scores
 
 
 class GatedAttentionPreTrainedModel(PreTrainedModel):
@@ -160,6 +160,7 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
 
         self.post_init()
 
+    @hands_out_gate_scores
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @merge_with_config_defaults
     @capture_outputs

@@ -53,26 +53,35 @@ class GatedCausalLMOutputWithPast(CausalLMOutputWithPast):
     gate_scores: GateScores | None = None
 
 
+def hands_out_gate_scores(forward: Callable) -> Callable:
+    """Let the base model's `forward` also append its gate scores to a list, `gate_scores_into`, that a head passes along."""
+
+    @wraps(forward)
+    def forward_and_hand_out(self, *args, gate_scores_into: list | None = None, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        if gate_scores_into is not None:
+            gate_scores_into.append(outputs.gate_scores)
+        return outputs
+
+    return forward_and_hand_out
+
+
 def with_gate_scores(forward: Callable) -> Callable:
     """
     Make the `forward` of a generic head of transformers return the gate scores with `output_gate_scores=True`.
 
-    The generic heads drop what they do not know of the base model's output, so it is listened to while they run.
+    The generic heads pass on to the base model what they do not know, and drop what they do not know of its output.
     """
 
     @wraps(forward)
     def forward_with_gate_scores(self, *args, **kwargs):
         if not kwargs.get("output_gate_scores", getattr(self.config, "output_gate_scores", False)):
             return forward(self, *args, **kwargs)
-        seen = []
-        handle = self.base_model.register_forward_hook(lambda module, args, output: seen.append(output.gate_scores))
-        try:
-            outputs = forward(self, *args, **kwargs)
-        finally:
-            handle.remove()
+        found = []
+        outputs = forward(self, *args, gate_scores_into=found, **kwargs)
         if isinstance(outputs, tuple):
-            return (*outputs, seen[0])
-        outputs["gate_scores"] = seen[0]
+            return (*outputs, found[0])
+        outputs["gate_scores"] = found[0]
         return outputs
 
     return forward_with_gate_scores

@@ -217,6 +217,9 @@ def test_every_head_returns_gate_scores_and_trains_the_gates(head, labels):
     assert torch.equal(as_tuple[-1][0], outputs.gate_scores[0])
     outputs.loss.backward()
     assert model.model.layers[0].self_attn.g_proj.weight.grad.abs().max() > 0
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")(tiny_input_ids(2, 6), output_gate_scores=True)
+    torch.testing.assert_close(compiled["gate_scores"][2], outputs["gate_scores"][2])
 
 
 @pytest.mark.parametrize("head", [head for head, _ in HEADS.values()])
