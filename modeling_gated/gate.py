@@ -38,6 +38,10 @@ GATE_ACTIVATIONS = {
 }
 
 
+def _scaled_sigmoid(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.sigmoid(logits).mul_(scale)
+
+
 class _ScaledSigmoid(torch.autograd.Function):
     """
     `scale * sigmoid(logits)` for a power of two, of which the derivative needs the result alone: the sigmoid comes back from
@@ -48,7 +52,7 @@ class _ScaledSigmoid(torch.autograd.Function):
 
     @staticmethod
     def forward(logits: torch.Tensor, scale: float) -> torch.Tensor:
-        return torch.sigmoid(logits).mul_(scale)
+        return _scaled_sigmoid(logits, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -138,7 +142,8 @@ def gate_scores(config, gate_logits: torch.Tensor, heads: int) -> torch.Tensor:
         and math.frexp(config.gate_scale)[0] == 0.5
         and not torch.compiler.is_compiling()
     ):
-        scores = _ScaledSigmoid.apply(gate_logits, config.gate_scale)
+        needs_grad = torch.is_grad_enabled() and gate_logits.requires_grad
+        scores = (_ScaledSigmoid.apply if needs_grad else _scaled_sigmoid)(gate_logits, config.gate_scale)
     else:
         scores = config.gate_scale * GATE_ACTIVATIONS[config.gate_activation](gate_logits)
     scores = scores.view(*scores.shape[:-1], heads, -1)

@@ -30,7 +30,9 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     # A compiler fuses the plain formula. Autocast mixes formats, which in-place operations would not promote.
     if torch.compiler.is_compiling() or states.dtype != cos.dtype:
         return _plain_rotation(states, cos, sin)
-    return _Rotation.apply(states, cos, sin, False)
+    if torch.is_grad_enabled() and states.requires_grad:
+        return _Rotation.apply(states, cos, sin, False)
+    return _rotated(states, cos, sin, back=False)
 
 
 def _plain_rotation(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
