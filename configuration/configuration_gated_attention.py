@@ -317,7 +317,7 @@ class GatedAttentionConfig(PreTrainedConfig):
             raise ValueError(f"`max_position_embeddings` must be at least 1, got {self.max_position_embeddings}")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"`attention_dropout` must be 0 or more and below 1, got {self.attention_dropout}")
-        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
+        if not _is_positive(self.rms_norm_eps):
             raise ValueError(f"`rms_norm_eps` must be a positive finite number, got {self.rms_norm_eps}")
         if not (math.isfinite(self.initializer_range) and self.initializer_range >= 0):
             raise ValueError(f"`initializer_range` must be a finite number, 0 or more, got {self.initializer_range}")
@@ -327,7 +327,7 @@ class GatedAttentionConfig(PreTrainedConfig):
             raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}")
         for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not _is_positive(value):
                 raise ValueError(f"`{name}` must be a positive finite number, got {value}")
         self._validate_rotary_dimensions()
         self._validate_layer_lists()
@@ -388,7 +388,7 @@ class GatedAttentionConfig(PreTrainedConfig):
                         f"`{name}` must be left out where `gate_positions` is [], a model without gates; got "
                         f"{getattr(self, name)!r}"
                     )
-        if not (math.isfinite(self.gate_scale) and self.gate_scale > 0):
+        if not _is_positive(self.gate_scale):
             raise ValueError(f"`gate_scale` must be a positive finite number, got {self.gate_scale}")
         deviation = self.gate_initializer_range
         if deviation is not None and not (math.isfinite(deviation) and deviation >= 0):

@@ -99,7 +99,7 @@ def gate_heads(config, position: str) -> int:
     return config.num_key_value_heads if position in ("value", "key") else config.num_attention_heads
 
 
-def gate_width(config, position: str = "sdpa_output") -> int:
+def gate_width(config, position: str) -> int:
     """Number of gate logits a token: one a head (headwise) or one a channel (elementwise)."""
     heads = gate_heads(config, position)
     if config.gate_granularity == "headwise":
@@ -107,7 +107,7 @@ def gate_width(config, position: str = "sdpa_output") -> int:
     return config.hidden_size if position == "dense_output" else heads * config.head_dim
 
 
-def gate_projection(config, position: str = "sdpa_output") -> nn.Module:
+def gate_projection(config, position: str) -> nn.Module:
     """The projection from the layer's normalised input to the gate logits (W_theta in the paper, section 2.2)."""
     width = gate_width(config, position)
     if config.gate_input == "none":

@@ -35,7 +35,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_gated_attention import GatedAttentionConfig
 from .attention import GatedAttention
-from .bundle import AUTO_MAP, bundled_files, remove_stale_weights, weight_file_states, write_code_bundle
+from .bundle import AUTO_MAP, BUNDLED_MODULES, remove_stale_weights, weight_file_states, write_code_bundle
 from .decoder import GatedAttentionDecoderLayer
 from .gate import is_gate_tensor
 from .outputs import GatedCausalLMOutputWithPast, GatedModelOutputWithPast, hands_out_gate_scores, with_gate_scores
@@ -137,8 +137,9 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
 
     def _get_files_timestamps(self, working_dir):
         # By these `save_pretrained(push_to_hub=True)` tells what is new and to be uploaded. The code is there by then.
+        code = {f"{name}.py" for name in BUNDLED_MODULES.values()}
         timestamps = super()._get_files_timestamps(working_dir)
-        return {name: time for name, time in timestamps.items() if name not in bundled_files()}
+        return {name: time for name, time in timestamps.items() if name not in code}
 
 
 class GatedAttentionModel(GatedAttentionPreTrainedModel):
@@ -194,10 +195,11 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
 
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        # A later pipeline stage gets hidden states in place of embeddings; transformers has emptied its first layer.
-        later_stage = type(self.layers[0]).__name__ == "PipelineIdentityLayer"
-        if self.config.embedding_multiplier != 1.0 and not later_stage:
-            inputs_embeds = inputs_embeds * self.config.embedding_multiplier
+        if self.config.embedding_multiplier != 1.0:
+            # A later pipeline stage gets hidden states in place of embeddings; transformers has emptied its first layer.
+            later_stage = type(self.layers[0]).__name__ == "PipelineIdentityLayer"
+            if not later_stage:
+                inputs_embeds = inputs_embeds * self.config.embedding_multiplier
 
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)

@@ -14,6 +14,7 @@
 """Rotary position embedding with fewer passes over memory than transformers' own, and the same bits."""
 
 import torch
+from transformers.models.llama.modeling_llama import rotate_half
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -37,8 +38,7 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 def _plain_rotation(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rotated, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    rotated = rotated * cos + rotate_half(rotated) * sin
     return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ...modeling_gated.decoder import GatedAttentionDecoderLayer
+from ...modeling_gated.rotary import rotate
 
 
 @dataclass
@@ -54,8 +54,7 @@ class OpenedAttention:
         """Args: hidden_states `(length, hidden_size)`: what the layer gets."""
         inputs = self.layer.input_layernorm(hidden_states)
         query, _ = self.attention.project_queries_and_keys(inputs[None])
-        query = query.transpose(1, 2)  # (1, heads, length, head_dim)
-        query, _ = apply_rotary_pos_emb(query, query, self.cos, self.sin)
+        query = rotate(query.transpose(1, 2), self.cos[:, None], self.sin[:, None])  # (1, heads, length, head_dim)
         raw_key = self.attention.k_proj(inputs)
         value = self.attention.v_proj(inputs).unflatten(-1, (-1, self.attention.head_dim)).transpose(0, 1)
         return Projections(inputs, query[0], raw_key, self.keys(raw_key), value)
@@ -66,7 +65,7 @@ class OpenedAttention:
         if self.attention.config.qk_norm:
             key = self.attention.k_norm(key)
         key = key.transpose(0, 1)[None]
-        return apply_rotary_pos_emb(key, key, self.cos, self.sin)[0][0]
+        return rotate(key, self.cos[:, None], self.sin[:, None])[0]
 
     def probabilities(self, query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """For each key/value head the query heads that share it, and their probabilities, `(group, length, length)`."""
