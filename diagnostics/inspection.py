@@ -1,7 +1,7 @@
 """Inspects a model on text: perplexity, attention sinks, activations and gates, per layer and head."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 
 import torch
@@ -238,6 +238,8 @@ class _Losses:
 def _model_inputs(inputs: dict[str, torch.Tensor], device) -> dict[str, torch.Tensor]:
     """The inputs that say what the tokens are; labels, which data sets have too, are left out."""
     known = ("input_ids", "attention_mask", "position_ids")
+    if not isinstance(inputs, Mapping):
+        raise InspectionError(f"a batch must be a dictionary with input_ids; got a {type(inputs).__name__}")
     unknown = set(inputs) - {*known, "labels"}
     if unknown or "input_ids" not in inputs:
         raise InspectionError(

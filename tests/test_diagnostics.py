@@ -371,8 +371,9 @@ def test_positions_count_from_the_documents_first_token():
             {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.tensor([[1] * 4, [0] * 4])},
             "padding only",
         ),
+        (torch.ones(1, 4, dtype=torch.long), "dictionary with input_ids; got a Tensor"),
     ],
-    ids=["no_input_ids", "unknown_input", "row_of_padding"],
+    ids=["no_input_ids", "unknown_input", "row_of_padding", "tensor"],
 )
 def test_batches_that_cannot_be_used(batch, words):
     with pytest.raises(InspectionError, match=words):
