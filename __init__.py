@@ -23,6 +23,7 @@ from ._version import __version__
 _EXPORTS = {
     "GatedAttentionConfig": "configuration",
     "GATE_VARIANTS": "configuration",
+    "PRESETS": "configuration",
     "GatedAttentionForCausalLM": "modeling_gated",
     "GatedAttentionForQuestionAnswering": "modeling_gated",
     "GatedAttentionForSequenceClassification": "modeling_gated",

@@ -9,6 +9,7 @@ if __name__ != "gated_attention.configuration":
 
 from .configuration_gated_attention import GatedAttentionConfig
 from .gate_variants import GATE_VARIANTS, GateVariant
+from .presets import PRESETS, Preset
 
 
-__all__ = ["GATE_VARIANTS", "GateVariant", "GatedAttentionConfig"]
+__all__ = ["GATE_VARIANTS", "PRESETS", "GateVariant", "GatedAttentionConfig", "Preset"]

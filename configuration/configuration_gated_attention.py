@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .gate_variants import GATE_PROJECTIONS, GATE_VARIANTS
+from .presets import PRESETS
 
 
 _POSITIVE_ROPE_VALUES = (
@@ -36,6 +37,21 @@ _POSITIVE_ROPE_VALUES = (
     "beta_fast",
     "beta_slow",
     "partial_rotary_factor",
+)
+
+
+# What says something of experts, and nothing of a dense model.
+_EXPERT_FIELDS = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "shared_expert_intermediate_size",
+    "shared_expert_gate",
+    "router_logits_dtype",
+    "router_scores_dtype",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
 )
 
 
@@ -78,6 +94,11 @@ class GatedAttentionConfig(PreTrainedConfig):
         qk_norm (`bool`, *optional*, defaults to `False`):
             Whether queries and keys go through an RMSNorm over each head's channels before RoPE, as in Qwen3. The gate
             does not.
+        zero_centered_norm (`bool`, *optional*, defaults to `False`):
+            Whether the RMSNorms multiply by `1 + weight`, with weights that are 0 at first, as in Qwen3-Next.
+        forget_gate (`bool`, *optional*, defaults to `False`):
+            Whether attention fades with each token, by a factor that a head computes from the layer's input (`f_proj`):
+            the forget gate of the Forgetting Transformer (arXiv 2503.02130). Eager and SDPA attention only.
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout on the attention probabilities.
         layer_types (`list[str]`, *optional*):
             `"full_attention"` or `"sliding_attention"` for each layer. Defaults to `"sliding_attention"` everywhere if
@@ -87,11 +108,31 @@ class GatedAttentionConfig(PreTrainedConfig):
             stand where no layer is of that type.
         no_rope_layers (`list[int]`, *optional*):
             For each layer 1 if it rotates queries and keys and 0 if it has no positions, as in SmolLM3 (where the name
-            is from). Defaults to 1 everywhere.
+            is from). Defaults to 1 everywhere, and to 0 with a `forget_gate`, which tells near from far.
         embedding_multiplier (`float`, *optional*, defaults to 1.0): Factor on the embeddings (this and the next three as in Granite).
         residual_multiplier (`float`, *optional*, defaults to 1.0): Factor on what attention and MLP add to the residual stream.
         attention_multiplier (`float`, *optional*): Factor on the attention logits. Defaults to `head_dim ** -0.5`.
         logits_scaling (`float`, *optional*, defaults to 1.0): What the language model's logits are divided by.
+        num_experts (`int`, *optional*, defaults to 0):
+            Number of experts of a sparse layer; 0 is a dense model. This and the next fields are named as in Qwen3-MoE.
+        num_experts_per_tok (`int`, *optional*): How many experts a token goes through; must be given with `num_experts`.
+        moe_intermediate_size (`int`, *optional*): Width of an expert; must be given with `num_experts`.
+        norm_topk_prob (`bool`, *optional*, defaults to `False`):
+            Whether the scores of a token's experts are divided by their sum.
+        mlp_layer_types (`list[str]`, *optional*):
+            `"sparse"` or `"dense"` for each layer. Defaults to `"sparse"` everywhere if there are experts.
+        shared_expert_intermediate_size (`int`, *optional*):
+            Width of an expert that every token of a sparse layer goes through (Qwen2-MoE, Qwen3-Next). Defaults to none.
+        shared_expert_gate (`bool`, *optional*, defaults to `False`):
+            Whether the shared expert's output is multiplied by the sigmoid of a projection of its input.
+        router_logits_dtype (`str`, *optional*, defaults to `"model"`):
+            `"model"`: the router multiplies in the model's format. `"float32"`: in float32.
+        router_scores_dtype (`str`, *optional*, defaults to `"model"`):
+            Format in which the experts' outputs are weighted: `"model"` (as in Qwen3-MoE) or `"float32"` (as in Mixtral).
+        output_router_logits (`bool`, *optional*, defaults to `False`):
+            Whether the router's logits are returned, and the two losses below added to that of the language model.
+        router_aux_loss_coef (`float`, *optional*, defaults to 0.001): Factor on the load-balancing loss.
+        router_z_loss_coef (`float`, *optional*, defaults to 0.0): Factor on the z-loss, which keeps the router's logits small.
         gate_positions (`list[str]`, *optional*, defaults to `["sdpa_output"]`):
             What is gated (paper, section 2.2), in brackets the projection of the gate logits. `"sdpa_output"`: each head's
             attention output before `o_proj` (G1, the best position; `g_proj`). `"value"`, `"key"`, `"query"`: the result of
@@ -138,12 +179,14 @@ class GatedAttentionConfig(PreTrainedConfig):
     ```"""
 
     model_type = "gated_attention"
+    attribute_map = {"num_local_experts": "num_experts"}
 
     # The gate's rows belong to heads, so `g_proj` is split as `q_proj` is.
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.f_proj": "colwise",
         "layers.*.self_attn.g_proj": "colwise",
         "layers.*.self_attn.g_proj_v": "colwise",
         "layers.*.self_attn.g_proj_k": "colwise",
@@ -153,6 +196,17 @@ class GatedAttentionConfig(PreTrainedConfig):
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.shared_expert.gate_proj": "colwise",
+        "layers.*.mlp.shared_expert.up_proj": "colwise",
+        "layers.*.mlp.shared_expert.down_proj": "rowwise",
+    }
+    base_model_ep_plan = {
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "layers.*.mlp.experts": "ep_dispatch_experts",
     }
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -182,6 +236,8 @@ class GatedAttentionConfig(PreTrainedConfig):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    zero_centered_norm: bool = False
+    forget_gate: bool = False
     attention_dropout: int | float | None = 0.0
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     sliding_window: int | None = None
@@ -190,6 +246,19 @@ class GatedAttentionConfig(PreTrainedConfig):
     residual_multiplier: int | float = 1.0
     attention_multiplier: int | float | None = None
     logits_scaling: int | float = 1.0
+
+    num_experts: int = 0
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
+    shared_expert_intermediate_size: int | None = None
+    shared_expert_gate: bool = False
+    router_logits_dtype: Literal["model", "float32"] = "model"
+    router_scores_dtype: Literal["model", "float32"] = "model"
+    output_router_logits: bool = False
+    router_aux_loss_coef: int | float = 0.001
+    router_z_loss_coef: int | float = 0.0
 
     gate_positions: list[Literal["sdpa_output", "value", "key", "query", "dense_output"]] | None = None
     gate_granularity: Literal["elementwise", "headwise"] = "elementwise"
@@ -224,7 +293,9 @@ class GatedAttentionConfig(PreTrainedConfig):
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
         if self.no_rope_layers is None:
-            self.no_rope_layers = [1] * self.num_hidden_layers
+            self.no_rope_layers = [0 if self.forget_gate else 1] * self.num_hidden_layers
+        if self.mlp_layer_types is None:
+            self.mlp_layer_types = ["sparse" if self.num_experts else "dense"] * self.num_hidden_layers
         self._refuse_rope_values()
         self.base_model_tp_plan = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
@@ -245,6 +316,55 @@ class GatedAttentionConfig(PreTrainedConfig):
             raise ValueError(f"`variant` must be one of {', '.join(GATE_VARIANTS)}; got {variant!r}")
         return cls(**{**GATE_VARIANTS[variant].fields, **fields})
 
+    @classmethod
+    def from_preset(
+        cls, preset: str, variant: str = "baseline", equal_parameters: bool = False, **fields
+    ) -> "GatedAttentionConfig":
+        """
+        The config of one of the paper's models, with a gate variant.
+
+        Args:
+            preset (`str`): A key of [`~configuration.PRESETS`], such as `"15a2b"`.
+            variant (`str`): A key of [`~configuration.GATE_VARIANTS`].
+            equal_parameters (`bool`):
+                Whether the MLP, or each expert, is made narrower by what the gates weigh, as the paper does for its dense
+                models (section 3.1). The number of parameters is then that of the baseline to within one step of the width.
+            fields: Further fields of the config; where preset or variant set the same one, these count.
+
+        Raises:
+            `ValueError`: there is no such preset or variant, or the gates weigh more than the MLP.
+        """
+        if preset not in PRESETS:
+            raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}; got {preset!r}")
+        config = cls.from_variant(variant, **PRESETS[preset].fields | fields)
+        if equal_parameters:
+            name = "moe_intermediate_size" if config.num_experts else "intermediate_size"
+            width = getattr(config, name) - round(config._gate_parameters() / config._mlp_parameters_per_channel())
+            if width < 1:
+                raise ValueError(
+                    f"`equal_parameters` must be False for variant {variant!r}: its gates weigh more than the MLP of {preset!r}"
+                )
+            config = cls.from_variant(variant, **PRESETS[preset].fields | fields | {name: width})
+        return config
+
+    def _gate_parameters(self) -> int:
+        """Number of parameters of all gates, those of the forget gate included."""
+        count = 0
+        for position in self.gate_positions:
+            heads = self.num_key_value_heads if position in ("value", "key") else self.num_attention_heads
+            logits = heads if self.gate_granularity == "headwise" else heads * self.head_dim
+            logits = self.hidden_size if position == "dense_output" else logits
+            inputs = 0 if self.gate_input == "none" else self.gate_input_size or self.hidden_size
+            count += logits * (inputs + (self.gate_bias or self.gate_input == "none"))
+        gated = sum(self.layer_has_gate(layer_idx) for layer_idx in range(self.num_hidden_layers))
+        forget = self.num_hidden_layers * self.num_attention_heads * (self.hidden_size + 1)
+        return gated * count + (forget if self.forget_gate else 0)
+
+    def _mlp_parameters_per_channel(self) -> int:
+        """How many parameters the dense layers, or the experts of the sparse ones, lose with a channel less."""
+        kind = "sparse" if self.num_experts else "dense"
+        return 3 * self.hidden_size * (self.num_experts or 1) * self.mlp_layer_types.count(kind)
+
     def layer_has_gate(self, layer_idx: int) -> bool:
         """Whether a layer has the gates that `gate_positions` names."""
         return bool(self.gate_positions) and (self.gate_layers is None or layer_idx in self.gate_layers)
@@ -252,7 +372,12 @@ class GatedAttentionConfig(PreTrainedConfig):
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """The class's plan, less what this config has no modules for: a gate's rows belong to the heads it gates."""
         plan = dict(type(self).base_model_tp_plan)
-        attention = "layers.*.self_attn."
+        attention, mlp = "layers.*.self_attn.", "layers.*.mlp."
+        absent = [] if "dense" in self.mlp_layer_types else [f"{mlp}{name}_proj" for name in ("gate", "up", "down")]
+        absent += [] if "sparse" in self.mlp_layer_types else [f"{mlp}experts"]
+        absent += [] if self.forget_gate else [f"{attention}f_proj"]
+        absent += [] if self.shared_expert_intermediate_size else [f"{mlp}shared_expert"]
+        plan = {name: style for name, style in plan.items() if not name.startswith(tuple(absent))}
         if self.gate_sharing == "head_shared":
             # The mean over heads needs all of them on every device, forward and backward.
             return {name: style for name, style in plan.items() if not name.startswith(attention)}
@@ -278,7 +403,14 @@ class GatedAttentionConfig(PreTrainedConfig):
             )
         for name in unknown:
             prefix = name.partition("_")[0]
-            if prefix in ("gate", "sdpa", "qk"):  # not the prefixes of anything that every config has
+            if prefix in (
+                "gate",
+                "sdpa",
+                "qk",
+                "router",
+                "shared",
+                "forget",
+            ):  # not the prefixes of anything that every config has
                 known = [field.name for field in fields(self) if field.name.startswith(f"{prefix}_")]
                 closest = difflib.get_close_matches(name, known, n=1) or known
                 raise TypeError(
@@ -331,6 +463,7 @@ class GatedAttentionConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be a positive finite number, got {value}")
         self._validate_rotary_dimensions()
         self._validate_layer_lists()
+        self._validate_experts()
         self._validate_gates()
 
     def _validate_rotary_dimensions(self) -> None:
@@ -359,7 +492,7 @@ class GatedAttentionConfig(PreTrainedConfig):
             )
 
     def _validate_layer_lists(self) -> None:
-        for name in ("layer_types", "no_rope_layers"):
+        for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
             if len(getattr(self, name)) != self.num_hidden_layers:
                 raise ValueError(
                     f"`{name}` must have one entry for each of the {self.num_hidden_layers} layers "
@@ -376,6 +509,50 @@ class GatedAttentionConfig(PreTrainedConfig):
                 "`sliding_window` must be given where `layer_types` has a layer of 'sliding_attention'; got None and "
                 f"{self.layer_types}"
             )
+
+    def _validate_experts(self) -> None:
+        if self.num_experts < 0:
+            raise ValueError(f"`num_experts` must be 0 (a dense model) or more, got {self.num_experts}")
+        if self.num_experts == 0:
+            if "sparse" in self.mlp_layer_types:
+                raise ValueError(
+                    f"`mlp_layer_types` must not name 'sparse' layers where `num_experts` is 0; got {self.mlp_layer_types}"
+                )
+            for field in fields(self):
+                if field.name in _EXPERT_FIELDS and getattr(self, field.name) != field.default:
+                    raise ValueError(
+                        f"`{field.name}` must be left out where `num_experts` is 0, a dense model; got "
+                        f"{getattr(self, field.name)!r}"
+                    )
+            return
+        if "sparse" not in self.mlp_layer_types:
+            raise ValueError(
+                f"`num_experts` must be 0 where `mlp_layer_types` has no 'sparse' layer; got {self.num_experts}"
+            )
+        for name in ("num_experts_per_tok", "moe_intermediate_size"):
+            if getattr(self, name) is None or getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be given, at least 1, where `num_experts` is {self.num_experts}; got {getattr(self, name)}"
+                )
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"`num_experts_per_tok` must be at most `num_experts` ({self.num_experts}): a token cannot go through more "
+                f"experts than there are; got {self.num_experts_per_tok}"
+            )
+        if self.shared_expert_intermediate_size is not None and self.shared_expert_intermediate_size < 1:
+            raise ValueError(
+                f"`shared_expert_intermediate_size` must be at least 1, got {self.shared_expert_intermediate_size}; leave it "
+                "out for none"
+            )
+        if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
+            raise ValueError(
+                "`shared_expert_gate` needs a shared expert: give `shared_expert_intermediate_size`; got True"
+            )
+        if self.mlp_bias and "dense" not in self.mlp_layer_types:
+            raise ValueError("`mlp_bias` must be False where every layer is sparse: experts have no biases; got True")
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"`{name}` must be a finite number, 0 or more, got {getattr(self, name)}")
 
     def _validate_gates(self) -> None:
         if len(self.gate_positions) != len(set(self.gate_positions)):

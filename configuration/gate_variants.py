@@ -67,7 +67,10 @@ GATE_VARIANTS = {
         {"gate_positions": [], "sdpa_output_nonlinearity": "rms_norm"}, "SDPA GroupNorm: RMSNorm of each head", 5.847
     ),
     "sdpa_silu": GateVariant({"gate_positions": [], "sdpa_output_nonlinearity": "silu"}, "SDPA SiLU", 5.975),
-    "qwen3_next": GateVariant({"qk_norm": True}, "Qwen3-Next and Qwen3.5: G1 elementwise, with QK-norm"),
+    "qwen3_next": GateVariant(
+        {"qk_norm": True, "zero_centered_norm": True},
+        "Qwen3-Next and Qwen3.5: G1 elementwise, with QK-norm and zero-centred norms",
+    ),
     "lfm3": GateVariant({"gate_granularity": "headwise", "qk_norm": True}, "LFM3: G1 headwise, with QK-norm"),
     "laguna": GateVariant(
         {"gate_granularity": "headwise", "gate_activation": "softplus", "qk_norm": True},
@@ -76,6 +79,14 @@ GATE_VARIANTS = {
     "alphafold2": GateVariant(
         {"gate_bias": True, "gate_initializer_range": 0.0, "gate_initial_bias": 1.0},
         "AlphaFold2 (Jumper et al. 2021): gates of 0.73 at first, whatever the input",
+    ),
+    "forgetting_transformer": GateVariant(
+        {"gate_positions": [], "forget_gate": True},
+        "Forgetting Transformer (Lin et al. 2025), LLaMA block: no positions",
+    ),
+    "forgetting_transformer_pro": GateVariant(
+        {"forget_gate": True, "qk_norm": True, "sdpa_output_nonlinearity": "rms_norm"},
+        "Forgetting Transformer, Pro block without its shift of keys and values: output gate and norm, QK-norm",
     ),
     "modded_nanogpt": GateVariant(
         {"gate_granularity": "headwise", "gate_input_size": 12}, "modded-nanogpt: reads the first 12 channels"

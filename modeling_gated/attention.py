@@ -19,12 +19,20 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from ..configuration.gate_variants import GATE_PROJECTIONS
+from .forget_gate import (
+    forgetting_mask,
+    keys_with_gates,
+    log_forget_gates,
+    refuse_other_backends,
+    split_gates,
+)
 from .gate import apply_gate, gate_projection, gate_scores
+from .norm import rms_norm
 from .rotary import rotate
 
 
@@ -56,10 +64,12 @@ class GatedAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.qk_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.v_bias)
         if config.qk_norm:
-            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = rms_norm(config, self.head_dim)
+            self.k_norm = rms_norm(config, self.head_dim)
         if config.sdpa_output_nonlinearity == "rms_norm":
-            self.sdpa_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.sdpa_norm = rms_norm(config, self.head_dim)
+        if config.forget_gate:
+            self.f_proj = nn.Linear(config.hidden_size, config.num_attention_heads)
         for position in self.gate_positions:
             setattr(self, GATE_PROJECTIONS[position], gate_projection(config, position))
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.o_bias)
@@ -131,8 +141,18 @@ class GatedAttention(nn.Module):
 
         query_states, key_states = self.rotate(query_states, key_states, *position_embeddings)
 
+        if self.config.forget_gate:
+            refuse_other_backends(self.config._attn_implementation)
+            log_forget = log_forget_gates(self.f_proj(hidden_states), self.num_key_value_groups)
+            key_states = key_states if cache is None else keys_with_gates(key_states, log_forget)
+
         if cache is not None:
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+
+        if self.config.forget_gate:
+            if cache is not None:
+                key_states, log_forget = split_gates(key_states, self.head_dim)
+            attention_mask = forgetting_mask(attention_mask, log_forget, query_states.shape[-2], query_states.dtype)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward

@@ -28,12 +28,17 @@ from pathlib import Path
 BUNDLED_MODULES = {
     "configuration_gated_attention": "configuration_gated_attention",
     "gate_variants": "gated_attention_gate_variants",
+    "presets": "gated_attention_presets",
     "modeling_gated_attention": "modeling_gated_attention",
     "decoder": "gated_attention_decoder",
     "attention": "gated_attention_attention",
     "gate": "gated_attention_gate",
     "outputs": "gated_attention_outputs",
     "rotary": "gated_attention_rotary",
+    "norm": "gated_attention_norm",
+    "forget_gate": "gated_attention_forget_gate",
+    "moe": "gated_attention_moe",
+    "expert_tensors": "gated_attention_expert_tensors",
     "bundle": "gated_attention_bundle",
 }
 

@@ -11,16 +11,18 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The decoder layer: pre-norm gated attention and a pre-norm gated MLP."""
+"""The decoder layer: pre-norm gated attention and a pre-norm gated MLP, dense or sparse."""
 
 import torch
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .attention import GatedAttention
+from .moe import GatedAttentionSparseMLP
+from .norm import rms_norm
 
 
 class GatedAttentionDecoderLayer(GradientCheckpointingLayer):
@@ -34,9 +36,10 @@ class GatedAttentionDecoderLayer(GradientCheckpointingLayer):
         self.hidden_size = config.hidden_size
         self.residual_multiplier = config.residual_multiplier
         self.self_attn = GatedAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        sparse = config.mlp_layer_types[layer_idx] == "sparse"
+        self.mlp = GatedAttentionSparseMLP(config) if sparse else LlamaMLP(config)
+        self.input_layernorm = rms_norm(config, config.hidden_size)
+        self.post_attention_layernorm = rms_norm(config, config.hidden_size)
 
     def forward(
         self,

@@ -25,8 +25,8 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
@@ -37,8 +37,25 @@ from ..configuration.configuration_gated_attention import GatedAttentionConfig
 from .attention import GatedAttention
 from .bundle import AUTO_MAP, BUNDLED_MODULES, remove_stale_weights, weight_file_states, write_code_bundle
 from .decoder import GatedAttentionDecoderLayer
+from .expert_tensors import register_expert_tensors
+from .forget_gate import refuse_other_backends
 from .gate import is_gate_tensor
+from .moe import GatedAttentionTopKRouter, router_losses
+from .norm import is_zero_centered, rms_norm
 from .outputs import GatedCausalLMOutputWithPast, GatedModelOutputWithPast, hands_out_gate_scores, with_gate_scores
+
+
+# Here rather than where the package registers its classes, since the code also travels without the package.
+register_expert_tensors(GatedAttentionConfig.model_type)
+
+# Modules whose parameters must come from the checkpoint. Random ones ruin a model, and transformers merely warns of them.
+_ESSENTIAL_PARTS = ("experts", "shared_expert", "shared_expert_gate", "f_proj")
+
+
+def _is_essential(name: str) -> bool:
+    parts = name.split(".")
+    is_router = name.endswith(".mlp.gate.weight")
+    return is_gate_tensor(name) or is_router or any(part in _ESSENTIAL_PARTS for part in parts)
 
 
 class GatedAttentionPreTrainedModel(PreTrainedModel):
@@ -60,10 +77,29 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
         "hidden_states": GatedAttentionDecoderLayer,
         "attentions": GatedAttention,
         "gate_scores": OutputRecorder(GatedAttention, index=2),
+        "router_logits": OutputRecorder(GatedAttentionTopKRouter, index=0),
     }
+
+    def _check_and_adjust_attn_implementation(self, *args, **kwargs):
+        chosen = super()._check_and_adjust_attn_implementation(*args, **kwargs)
+        if self.config.forget_gate:
+            refuse_other_backends(chosen)
+        return chosen
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers looks for a decorator in this file; the experts are in another one.
+        return True
 
     def _init_weights(self, module):
         super()._init_weights(module)
+        if isinstance(module, GatedAttentionTopKRouter):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, Qwen3MoeExperts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
+            init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+        elif is_zero_centered(module):
+            init.zeros_(module.weight)
         # A mark, since this hook does not see names.
         if not getattr(module, "is_gate_projection", False):
             return
@@ -76,26 +112,32 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
         """
-        As [`~transformers.PreTrainedModel.from_pretrained`], except that a gate which the checkpoint lacks is an error:
-        transformers would fill it with random numbers, which ruins the model, and merely warn. Where nothing at all was
-        loaded (an empty `state_dict`), the model is a new one, as everywhere in transformers.
+        As [`~transformers.PreTrainedModel.from_pretrained`], except that a gate, a router or an expert which the checkpoint
+        lacks is an error: transformers would fill it with random numbers, which ruins the model, and merely warn. Where nothing
+        at all was loaded (an empty `state_dict`), the model is a new one, as everywhere in transformers.
 
         Raises:
-            `ValueError`: the checkpoint has no tensor, or one of another shape, for one of the gates.
+            `ValueError`: the checkpoint has no tensor, or one of another shape, for one of them.
         """
         model, loading_info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
         all_missing = set(loading_info.get("missing_keys", ()))
         loaded_something = any(name not in all_missing for name, _ in model.named_parameters())
-        missing = {name for name in all_missing if is_gate_tensor(name) and loaded_something}
+        missing = {name for name in all_missing if _is_essential(name) and loaded_something}
         # A mismatched key comes as (name, shape on disk, shape in the model).
-        missing |= {entry[0] for entry in loading_info.get("mismatched_keys", ()) if is_gate_tensor(entry[0])}
-        if missing:
+        missing |= {entry[0] for entry in loading_info.get("mismatched_keys", ()) if _is_essential(entry[0])}
+        gates = sorted(name for name in missing if is_gate_tensor(name))
+        if gates:
             raise ValueError(
-                f"{pretrained_model_name_or_path} does not fill these gates: {', '.join(sorted(missing))}. A checkpoint "
+                f"{pretrained_model_name_or_path} does not fill these gates: {', '.join(gates)}. A checkpoint "
                 "without gates gets them with `gated-attention convert SOURCE TARGET`; one that had them is damaged and "
                 "should be fetched or converted again"
+            )
+        if missing:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not fill these parts: {', '.join(sorted(missing))}. It is damaged, or its "
+                "config is another model's: fetch it again"
             )
         return (model, loading_info) if output_loading_info else model
 
@@ -154,7 +196,7 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
         self.layers = nn.ModuleList(
             [GatedAttentionDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
         )
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = rms_norm(config, config.hidden_size)
         # Phi-3's reads `partial_rotary_factor` and is otherwise Llama's.
         self.rotary_emb = Phi3RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
@@ -222,6 +264,8 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
                     attention_mask=attention_mask,
                     cache=cache,
                     position_ids=position_ids,
+                    # Decay is added to the mask, so there has to be one.
+                    allow_is_causal_skip=not self.config.forget_gate,
                 )
                 for layer_type in dict.fromkeys(self.config.layer_types)
             }
@@ -271,6 +315,7 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> GatedCausalLMOutputWithPast:
@@ -278,11 +323,17 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
         Args are those of [`GatedAttentionModel.forward`], and:
             labels (`torch.LongTensor` of shape `(batch, sequence)`):
                 Token ids to predict, shifted inside; -100 is ignored.
+            output_router_logits (`bool`):
+                Whether to return the routers' logits and losses, and to add the losses, times their coefficients in the
+                config, to `loss`. Defaults to the config's `output_router_logits`.
             logits_to_keep (`int` or `torch.Tensor`): Compute the last so many logits only (0: all), or those at indices.
 
         Returns:
             `GatedCausalLMOutputWithPast` with `logits` of shape `(batch, sequence, vocab_size)`.
         """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+
         outputs: GatedModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -290,6 +341,7 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=output_router_logits,
             **kwargs,
         )
 
@@ -302,6 +354,14 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
 
+        aux_loss = z_loss = None
+        if output_router_logits and outputs.router_logits:
+            aux_loss, z_loss = router_losses(self.config, outputs.router_logits, attention_mask)
+            if loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+                if self.config.router_z_loss_coef:
+                    loss = loss + self.config.router_z_loss_coef * z_loss.to(loss.device)
+
         return GatedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -309,6 +369,9 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             gate_scores=outputs.gate_scores,
+            router_logits=outputs.router_logits,
+            aux_loss=aux_loss,
+            z_loss=z_loss,
         )
 
 

@@ -36,9 +36,12 @@ class GatedModelOutputWithPast(BaseModelOutputWithPast):
             multiplied by. Headwise gates have 1 channel, head-shared ones 1 head, input-independent ones a batch and a
             sequence of 1. Where `config.gate_positions` names several positions it is a tuple in their order, and for a layer
             without gates an empty one.
+        router_logits (`tuple`, returned with `output_router_logits=True`):
+            For each sparse layer, a tensor of shape `(batch * sequence, num_experts)`: the router's logits.
     """
 
     gate_scores: GateScores | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
@@ -48,9 +51,15 @@ class GatedCausalLMOutputWithPast(CausalLMOutputWithPast):
 
     Args:
         gate_scores (`tuple`, returned with `output_gate_scores=True`): As in [`GatedModelOutputWithPast`].
+        router_logits (`tuple`, returned with `output_router_logits=True`): As in [`GatedModelOutputWithPast`].
+        aux_loss, z_loss (`torch.Tensor`, returned with `output_router_logits=True`):
+            The routers' load-balancing loss and z-loss, without their coefficients; part of `loss` if there are labels.
     """
 
     gate_scores: GateScores | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    aux_loss: torch.Tensor | None = None
+    z_loss: torch.Tensor | None = None
 
 
 def hands_out_gate_scores(forward: Callable) -> Callable:

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 
@@ -57,7 +59,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 
 def randomise(model, seed: int = 0):
-    """Give every parameter random values at which each matters: norms around 1, the rest around 0."""
+    """Give every parameter random values at which each matters: norms around 1 (zero-centred ones too), the rest around 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -137,3 +139,23 @@ def sharded_source(tmp_path) -> Path:
 @pytest.fixture
 def target(tmp_path) -> Path:
     return tmp_path / "target"
+
+
+@pytest.fixture
+def without_package(tmp_path):
+    """Run a script in a process that cannot import the package; returns its standard output."""
+
+    def run(script: str, check: bool = True) -> subprocess.CompletedProcess:
+        environment = {"PATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+        process = subprocess.run(
+            [sys.executable, "-c", WITHOUT_PACKAGE + script],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if check:
+            assert process.returncode == 0, process.stderr
+        return process
+
+    return run

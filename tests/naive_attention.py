@@ -42,7 +42,8 @@ def naive_gated_attention(attention, hidden: torch.Tensor, cos: torch.Tensor, si
         return result + linear.bias[rows] if linear.bias is not None else result
 
     def normalise(norm, vector):
-        return vector / math.sqrt(float(vector @ vector) / dim + config.rms_norm_eps) * norm.weight
+        weight = 1 + norm.weight if config.zero_centered_norm else norm.weight
+        return vector / math.sqrt(float(vector @ vector) / dim + config.rms_norm_eps) * weight
 
     def rotate(vector, token):
         if not config.no_rope_layers[attention.layer_idx]:
@@ -54,6 +55,15 @@ def naive_gated_attention(attention, hidden: torch.Tensor, cos: torch.Tensor, si
             partner = -vector[channel + half] if channel < half else vector[channel - half]
             result[channel] = vector[channel] * cos[token, channel] + partner * sin[token, channel]
         return result
+
+    def log_forget(token, head):
+        logit = float(attention.f_proj.weight[head] @ hidden[token] + attention.f_proj.bias[head])
+        return math.log(1 / (1 + math.exp(-logit)))
+
+    def decay(head, earlier, token):
+        if not config.forget_gate:
+            return 0.0
+        return sum(log_forget(between, head) for between in range(earlier + 1, token + 1))
 
     def score(position, token, head, channel, channels):
         projection = getattr(attention, PROJECTIONS[position])
@@ -102,7 +112,9 @@ def naive_gated_attention(attention, hidden: torch.Tensor, cos: torch.Tensor, si
         for head in range(heads):
             query = query_of(token, head)
             seen = range(max(0, token - window + 1), token + 1)
-            logits = [float(query @ keys[earlier, head // group]) * scaling for earlier in seen]
+            logits = [
+                float(query @ keys[earlier, head // group]) * scaling + decay(head, earlier, token) for earlier in seen
+            ]
             weights = [math.exp(logit - max(logits)) for logit in logits]
             mixed = torch.zeros(dim, dtype=hidden.dtype)
             for earlier, weight in zip(seen, weights, strict=True):

@@ -9,6 +9,9 @@ from transformers import AutoConfig
 from gated_attention import GatedAttentionConfig
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
 def test_defaults_are_the_gate_of_qwen3_next():
     config = GatedAttentionConfig()
     gate = (
@@ -119,6 +122,27 @@ def test_derived_fields():
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, ["rope_type", "spiral", "yarn"]),
         ({"hidden_size": "big"}, ["hidden_size", "big"]),
         ({"gate_granularty": "headwise"}, ["gate_granularty", "gate_granularity"]),
+        ({"num_experts": -1}, ["num_experts", "0", "-1"]),
+        ({"num_experts": 4}, ["num_experts_per_tok", "num_experts", "None"]),
+        ({"num_experts": 4, "num_experts_per_tok": 2}, ["moe_intermediate_size", "num_experts", "None"]),
+        ({**EXPERTS, "num_experts_per_tok": 5}, ["num_experts_per_tok", "num_experts", "4", "5"]),
+        ({**EXPERTS, "num_experts_per_tok": 0}, ["num_experts_per_tok", "at least 1", "0"]),
+        ({**EXPERTS, "moe_intermediate_size": 0}, ["moe_intermediate_size", "at least 1", "0"]),
+        ({**EXPERTS, "mlp_layer_types": ["sparse"]}, ["mlp_layer_types", "28", "1"]),
+        ({**EXPERTS, "mlp_layer_types": ["dense"] * 28}, ["num_experts", "mlp_layer_types", "4"]),
+        ({"mlp_layer_types": ["sparse"] * 28}, ["mlp_layer_types", "num_experts", "sparse"]),
+        ({"mlp_layer_types": ["moe"] * 28}, ["mlp_layer_types", "moe", "sparse"]),
+        ({"num_experts_per_tok": 2}, ["num_experts_per_tok", "num_experts", "2"]),
+        ({"norm_topk_prob": True}, ["norm_topk_prob", "num_experts", "True"]),
+        ({"output_router_logits": True}, ["output_router_logits", "num_experts", "True"]),
+        ({**EXPERTS, "shared_expert_gate": True}, ["shared_expert_gate", "shared_expert_intermediate_size", "True"]),
+        ({**EXPERTS, "shared_expert_intermediate_size": 0}, ["shared_expert_intermediate_size", "at least 1", "0"]),
+        ({**EXPERTS, "mlp_bias": True}, ["mlp_bias", "sparse", "True"]),
+        ({**EXPERTS, "router_aux_loss_coef": -0.1}, ["router_aux_loss_coef", "0 or more", "-0.1"]),
+        ({**EXPERTS, "router_z_loss_coef": float("inf")}, ["router_z_loss_coef", "finite", "inf"]),
+        ({**EXPERTS, "router_logits_dtype": "float64"}, ["router_logits_dtype", "float64", "float32"]),
+        ({**EXPERTS, "router_aux_los_coef": 0.1}, ["router_aux_los_coef", "router_aux_loss_coef"]),
+        ({"forget_gates": True}, ["forget_gates", "forget_gate"]),
         ({"attention_bias": True}, ["attention_bias", "qk_bias", "v_bias", "o_bias"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -38,6 +38,15 @@ VARIANTS = {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5,
     },
+    "experts": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "shared_expert_intermediate_size": 16,
+        "shared_expert_gate": True,
+    },
+    "forgetting": {"forget_gate": True},
 }
 # What must not be whole on each device, or the plan has not been applied.
 SHARDED = {
@@ -51,6 +60,8 @@ SHARDED = {
     "normalised_heads": ["g_proj"],
     "no_gates": ["q_proj"],
     "windows": ["g_proj"],
+    "experts": ["experts", "gate_proj", "g_proj"],
+    "forgetting": ["f_proj", "g_proj"],
 }
 
 

@@ -68,8 +68,20 @@ def config_fields(draw) -> dict:
         "sdpa_output_nonlinearity": draw(st.sampled_from([None, "rms_norm", "silu"])),
         "attn_implementation": draw(st.sampled_from(["eager", "sdpa"])),
     }
-    for name in ("qk_bias", "v_bias", "o_bias", "mlp_bias", "qk_norm"):
+    for name in ("qk_bias", "v_bias", "o_bias", "mlp_bias", "qk_norm", "zero_centered_norm", "forget_gate"):
         chosen[name] = draw(st.booleans())
+    if draw(st.booleans()):
+        chosen |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 4,  # each of them gets a gradient
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": draw(st.booleans()),
+            "mlp_layer_types": draw(st.sampled_from([["dense", "sparse"], ["sparse", "dense"]])),
+            "shared_expert_intermediate_size": draw(st.sampled_from([None, 24])),
+            "router_logits_dtype": draw(st.sampled_from(["model", "float32"])),
+            "output_router_logits": draw(st.booleans()),
+        }
+        chosen["shared_expert_gate"] = chosen["shared_expert_intermediate_size"] is not None and draw(st.booleans())
     window = draw(st.sampled_from([None, 2, 5]))
     if window is not None:
         chosen["sliding_window"] = window

@@ -1,37 +1,15 @@
 """What `save_pretrained` writes loads anywhere: with the package, without it, and over whatever lay in the folder before."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import WITHOUT_PACKAGE, logits_of, save_source, tiny_gated, tiny_input_ids, tiny_llama, tree_hashes
+from conftest import logits_of, save_source, tiny_gated, tiny_input_ids, tiny_llama, tree_hashes
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gated_attention import GatedAttentionForCausalLM, convert_checkpoint
 from gated_attention.modeling_gated.bundle import BUNDLED_MODULES
-
-
-@pytest.fixture
-def without_package(tmp_path):
-    """Run a script in a process that cannot import the package; returns its standard output."""
-
-    def run(script: str, check: bool = True) -> subprocess.CompletedProcess:
-        environment = {"PATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-        process = subprocess.run(
-            [sys.executable, "-c", WITHOUT_PACKAGE + script],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        if check:
-            assert process.returncode == 0, process.stderr
-        return process
-
-    return run
 
 
 @pytest.mark.parametrize("granularity", ["headwise", "elementwise"])

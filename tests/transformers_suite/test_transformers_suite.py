@@ -37,6 +37,13 @@ modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["gated_attention"] = 
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES.add("gated_attention")
 
 
+TESTS_OF_EXPERTS = (
+    "test_eager_matches_batched_and_grouped_inference",
+    "test_output_router_logits_from_config",
+    "test_reverse_loading_mapping",
+)
+
+
 class GatedAttentionModelTester:
     """Makes the tiny config and its inputs; `fields` are what a variant of the suite adds."""
 
@@ -94,6 +101,9 @@ class Suite(ModelTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin, Ge
     def setUp(self):
         self.model_tester = type(self).make_tester(self)
         self.config_tester = ConfigTester(self, config_class=GatedAttentionConfig, hidden_size=64)
+        # They ask the class, which is one for dense and sparse models, whether there are experts.
+        if self._testMethodName.startswith(TESTS_OF_EXPERTS) and not self.model_tester.get_config().num_experts:
+            self.skipTest("Dense: there are no experts")
 
     def test_config(self):
         self.config_tester.run_common_tests()
@@ -129,3 +139,42 @@ class EverythingTest(Suite, unittest.TestCase):
     """Gates on all five positions, and each feature of the decoder that can stand beside the others."""
 
     make_tester = EverythingTester
+
+
+class SparseTester(GatedAttentionModelTester):
+    """As the tester of transformers does for mixtures of experts: all experts are used, or some would get no gradient."""
+
+    fields = {
+        "num_experts": 8,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 24,
+        "shared_expert_gate": True,
+        "router_z_loss_coef": 0.001,
+        "gate_granularity": "headwise",
+        "qk_norm": True,
+    }
+
+
+class SparseTest(Suite, unittest.TestCase):
+    """A mixture of experts with a shared expert."""
+
+    make_tester = SparseTester
+
+
+class MixedTester(SparseTester):
+    fields = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_layer_types": ["dense", "sparse"],
+        "router_logits_dtype": "float32",
+        "router_scores_dtype": "float32",
+    }
+
+
+class MixedTest(Suite, unittest.TestCase):
+    """A dense layer before a sparse one, two of eight experts a token, the router in float32."""
+
+    make_tester = MixedTester

@@ -1,0 +1,104 @@
+# Copyright 2026 The gated_attention authors. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Experts are stacked in the model and apart on disk, as in Qwen's checkpoints: the mapping, both ways."""
+
+import re
+
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+
+# Per-expert projections, and the stacked parameter that they make up.
+EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+_EXPERT_NAME = re.compile(r"\.mlp\.experts\.(\d+)\.(\w+)\.weight$")
+
+
+def expert_problems(names: set[str], stacked: str, num_experts: int) -> list[str]:
+    """
+    What is wrong with the tensors that make up a stacked parameter.
+
+    Args:
+        names (`set[str]`): Names of tensors of one layer in the checkpoint.
+        stacked (`str`): `"gate_up_proj"` or `"down_proj"`.
+        num_experts (`int`): Of the config.
+
+    Returns:
+        `list[str]`: a sentence for each problem; none if there is exactly one tensor for each expert and projection, or one
+        stacked tensor.
+    """
+    found = {match.groups(): name for name in names if (match := _EXPERT_NAME.search(name))}
+    whole = sorted(name for name in names if name.endswith(f".mlp.experts.{stacked}"))
+    if whole and found:
+        return [
+            f"{whole[0]} (all experts) stands beside {min(found.values())} (one expert): one of the two is left over"
+        ]
+    if whole:
+        return []
+    wanted = {(str(expert), projection) for expert in range(num_experts) for projection in EXPERT_TENSORS[stacked]}
+    missing = [f"{expert}.{projection}.weight" for expert, projection in sorted(wanted - found.keys(), key=_in_order)]
+    surplus = [found[key] for key in sorted(found.keys() - wanted, key=_in_order) if key[1] in EXPERT_TENSORS[stacked]]
+    problems = []
+    if missing:
+        problems.append(f"mlp.experts lacks {', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''}")
+    if surplus:
+        problems.append(f"{surplus[0]} is one expert too many{' (and more)' if len(surplus) > 1 else ''}")
+    return problems
+
+
+def _in_order(key: tuple[str, str]) -> tuple[int, str]:
+    return int(key[0]), key[1]
+
+
+class ExpertConverter(WeightConverter):
+    """
+    Stacks the experts of a layer on loading, and takes them apart on saving.
+
+    Loading insists on one tensor for each expert. transformers stacks whatever it finds: with an expert missing it reports the
+    shapes of the stack, and with a wrong number among the names nothing at all.
+    """
+
+    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+        """
+        As in the parent.
+
+        Raises:
+            `ValueError`: an expert is missing or left over, or the checkpoint has stacked tensors too.
+        """
+        stacked = layer_name.rpartition(".")[2]
+        if loading_info is not None and stacked in EXPERT_TENSORS:
+            names = set().union(*self.layer_targets.values())
+            problems = expert_problems(names, stacked, config.num_experts)
+            if problems:
+                raise ValueError(
+                    f"{layer_name} cannot be loaded: {'; '.join(problems)}. The config says `num_experts` = "
+                    f"{config.num_experts}; the checkpoint is damaged or belongs to another config: fetch it again"
+                )
+        return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+
+
+def register_expert_tensors(model_type: str) -> None:
+    """
+    Tell transformers how experts lie on disk: `mlp.experts.3.gate_proj.weight` and its like, as in Qwen's checkpoints and where
+    servers look for them. transformers passes over models from outside unless their type was registered.
+    """
+    mapping = [
+        ExpertConverter(
+            source_patterns=[f"mlp.experts.*.{projection}.weight" for projection in projections],
+            target_patterns=f"mlp.experts.{stacked}",
+            operations=[MergeModulelist(dim=0)] + [Concatenate(dim=1)] * (len(projections) > 1),
+        )
+        for stacked, projections in EXPERT_TENSORS.items()
+    ]
+    register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)

@@ -1,0 +1,34 @@
+# Copyright 2026 The gated_attention authors. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The two forms of RMSNorm that models differ in."""
+
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+
+
+def rms_norm(config, width: int) -> nn.Module:
+    """
+    An RMSNorm over `width` channels, in the form that `config.zero_centered_norm` names.
+
+    `weight - 1` of one form is no substitute for `weight` of the other: it rounds, and in 16 bits a weight below 0.1 keeps few
+    of its digits.
+    """
+    form = Qwen3NextRMSNorm if config.zero_centered_norm else LlamaRMSNorm
+    return form(width, eps=config.rms_norm_eps)
+
+
+def is_zero_centered(module: nn.Module) -> bool:
+    """Whether a module is a norm whose weight is 0 at first, not 1."""
+    return isinstance(module, Qwen3NextRMSNorm)
