@@ -8,7 +8,7 @@ from pathlib import Path
 from .places import check_reserved_names
 from .plan import ConversionOptions, ConversionPlan, options_from, plan_conversion
 from .staging import exclusive, staged_folder
-from .verify import audit_headers, compare_logits
+from .verify import audit_headers, compare_logits, compare_numbers
 from .write import write_conversion
 
 
@@ -17,26 +17,45 @@ class ConversionResult:
     """
     Attributes:
         plan: What was done.
-        seconds: Time of each step: `"plan"`, `"write"`, `"headers"` and, if done, `"logits"`.
-        logits_equal: `True` after the logits were compared and found equal, `None` if that was not asked for.
+        seconds: Time of each step: `"plan"`, `"write"`, `"headers"` and, if done, `"numbers"` and `"logits"`.
+        logits_equal: `True` after the logits were compared and found equal bit for bit.
+        logits_difference: Their largest difference, where they were compared.
+        numbers_equal: `True` after every number of a rewritten checkpoint was compared with the source's.
     """
 
     plan: ConversionPlan
     seconds: dict[str, float]
     logits_equal: bool | None
+    logits_difference: float | None = None
+    numbers_equal: bool | None = None
+
+    @property
+    def checked(self) -> str:
+        """What was found equal, in words."""
+        if self.plan.options.verify == "headers":
+            return "headers audited, logits not compared"
+        if self.logits_equal:
+            logits = "logits equal to the source's, bit for bit"
+        elif self.logits_difference is not None:
+            logits = f"logits within {self.logits_difference:.2g} of the source's in float32"
+        else:
+            logits = "transformers has no class for the source, so logits were not compared"
+        return f"every number equal to the source's; {logits}" if self.numbers_equal else logits
 
 
 def convert_checkpoint(
     source: str | os.PathLike, target: str | os.PathLike, options: ConversionOptions | None = None, **fields
 ) -> ConversionResult:
     """
-    Make a gated checkpoint that computes exactly what `source` computes.
+    Make a gated checkpoint that computes what `source` computes.
 
-    The source's tensors are not changed: its shards are copied or linked, and one more shard holds the gates, zero with
-    `gate_scale = 2`, so that each is `2 * sigmoid(0) = 1`. The folder appears under its name only after it was verified.
+    A source without gates keeps its tensors: its shards are copied or linked, and one more shard holds the gates, zero with
+    `gate_scale = 2`, so that each is `2 * sigmoid(0) = 1`. A source with gates of its own (Qwen3-Next, Qwen3.5 and LFM3 with
+    attention in every layer, the paper's code) has them taken out of the projection that they share with the queries. The
+    folder appears under its name only after it was verified.
 
     Args:
-        source (`str` or `os.PathLike`): Folder of a Llama, Mistral or Qwen3 checkpoint in safetensors format. Never written to.
+        source (`str` or `os.PathLike`): Folder of a checkpoint of a supported family in safetensors format. Never written to.
         target (`str` or `os.PathLike`): Folder to make.
         options (`ConversionOptions`, *optional*): How; or give its fields as keywords (`granularity="elementwise"`).
 
@@ -71,8 +90,19 @@ def convert_checkpoint(
             audit_headers(plan, folder)
             seconds["headers"] = time.perf_counter() - started
 
+            difference = None
             if options.verify == "logits":
+                if plan.pieces:
+                    started = time.perf_counter()
+                    compare_numbers(plan, folder)
+                    seconds["numbers"] = time.perf_counter() - started
                 started = time.perf_counter()
-                compare_logits(plan, folder)
+                difference = compare_logits(plan, folder)
                 seconds["logits"] = time.perf_counter() - started
-    return ConversionResult(plan, seconds, logits_equal=True if options.verify == "logits" else None)
+    return ConversionResult(
+        plan,
+        seconds,
+        logits_equal=True if difference == 0 else None,
+        logits_difference=difference,
+        numbers_equal=True if "numbers" in seconds else None,
+    )

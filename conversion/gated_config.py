@@ -2,15 +2,18 @@
 
 import torch
 from transformers import AutoConfig, GenerationConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.lfm3.modeling_lfm3 import Lfm3RotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from ..configuration import GatedAttentionConfig
 from ..modeling_gated import GatedAttentionForCausalLM
 from ..modeling_gated.bundle import AUTO_MAP
+from ..modeling_gated.expert_tensors import EXPERT_TENSORS, expert_problems, names_on_disk
 from ..modeling_gated.gate import is_gate_tensor
-from .checkpoint import FLOAT_FORMATS, Checkpoint, TensorHeader, is_ignored_on_load
+from .checkpoint import FLOAT_FORMATS, Checkpoint, TensorHeader
 from .errors import ConversionError
-from .families import FAMILIES, Family
+from .families import FAMILIES, GATE_FLAGS, Family, family_for
+from .layouts import Piece, fused_rows, is_dropped, renamed
 
 
 # 2 * sigmoid(0) = 1 in every float format: zero weights are the identity, at the gate's steepest point.
@@ -26,15 +29,21 @@ def family_of(checkpoint: Checkpoint) -> Family:
     """
     config, where = checkpoint.config, checkpoint.folder / "config.json"
     model_type = config.get("model_type")
+    family = family_for(config)
     gated = sorted(name for name in checkpoint.tensors if is_gate_tensor(name))
-    if model_type == GatedAttentionConfig.model_type or gated:
+    if model_type == GatedAttentionConfig.model_type or (gated and (family is None or family.gates is None)):
         what = f"model_type {model_type!r}" + (f", tensor {gated[0]}" if gated else "")
         raise ConversionError(f"{checkpoint.folder} already has gates ({what}); converting it again would gate twice")
-    if model_type not in FAMILIES:
+    if family is None:
         raise ConversionError(
             f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
-    family = FAMILIES[model_type]
+    flags = [name for name in GATE_FLAGS if config.get(name)]
+    if len(flags) > 1:
+        raise ConversionError(
+            f"{where}: {' and '.join(flags)} are both set, but a gate is either one a head or one a channel; {_fused_facts(checkpoint)}"
+            ": unset the flag that does not fit"
+        )
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise ConversionError(
@@ -50,20 +59,39 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return family
 
 
+def _fused_facts(checkpoint: Checkpoint) -> str:
+    """What the shape of a fused `q_proj` says of the gates in it."""
+    name = next((name for name in checkpoint.tensors if name.endswith(".self_attn.q_proj.weight")), None)
+    if name is None:
+        return "no q_proj.weight was found"
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+        rows = {
+            kind: fused_rows(config, granularity)
+            for kind, granularity in (("headwise", "headwise"), ("elementwise", "elementwise"), ("no", None))
+        }
+    except Exception:  # whatever a config can break; the fact is still worth saying
+        return f"{name} has the shape {checkpoint.tensors[name].shape}"
+    found = checkpoint.tensors[name].shape[0]
+    meaning = next((f" ({kind} gates)" for kind, count in rows.items() if count == found), "")
+    implied = ", ".join(f"{count} rows with {kind} gates" for kind, count in rows.items())
+    return f"{name} has {found} rows{meaning}, and should have {implied}"
+
+
 def gated_config(
     checkpoint: Checkpoint,
     family: Family,
-    granularity: str,
+    granularity: str | None,
     gate_bias: bool,
     gate_scale: float,
     biases: tuple[str, ...] = (),
 ) -> tuple[GatedAttentionConfig, dict[str, tuple[int, ...]]]:
     """
-    The gated model's config, and the shape of each of its tensors.
+    The gated model's config, and the shape of each tensor of its checkpoint.
 
     Args:
         checkpoint, family: The source.
-        granularity, gate_bias, gate_scale: Of the gates.
+        granularity, gate_bias, gate_scale: Of the gates; of a family that has its own, they are the family's.
         biases: Switches of the config (`"v_bias"`, `"o_bias"`) that are turned on whether the source has them or not.
 
     Raises:
@@ -73,7 +101,7 @@ def gated_config(
         source_config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
         # As when the model is built: some fields that lie outside `rope_parameters` are moved into it.
         source_config.standardize_rope_params()
-        _refuse_windows(checkpoint, source_config)
+        _refuse_other_layers(checkpoint, family, source_config)
         config = _translate(checkpoint, family, source_config, granularity, gate_bias, gate_scale, biases)
         with torch.device("meta"):
             model = GatedAttentionForCausalLM(config)
@@ -84,16 +112,33 @@ def gated_config(
         raise ConversionError(
             f"{checkpoint.folder / 'config.json'} does not describe a model that can be built: {type(error).__name__}: {error}"
         ) from error
-    return config, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return config, names_on_disk({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
 
 
-def _refuse_windows(checkpoint: Checkpoint, source_config) -> None:
-    window = getattr(source_config, "sliding_window", None)
-    other = set(getattr(source_config, "layer_types", None) or ()) - {"full_attention"}
+def _refuse_other_layers(checkpoint: Checkpoint, family: Family, source_config) -> None:
+    where = checkpoint.folder / "config.json"
+    kinds = set(getattr(source_config, "layer_types", None) or ())
+    without_softmax = sorted(kinds - {"full_attention", "sliding_attention"})
+    if without_softmax:
+        raise ConversionError(
+            f"{where}: layer_types has {', '.join(without_softmax)}: such a hybrid is not a decoder of attention layers alone and "
+            f"stays what it is, {family.architecture} of transformers. `gated-attention inspect {checkpoint.folder}` shows its "
+            "sinks, activations and gates"
+        )
+    for name, value in family.refused_fields.items():
+        found = getattr(source_config, name, value)
+        if found != value:
+            raise ConversionError(
+                f"{where}: {name} must be {value} for a {family.model_type} checkpoint to be read, got {found}: the gated model "
+                "has no counterpart of it"
+            )
+    # A window that no layer uses says nothing.
+    window = getattr(source_config, "sliding_window", None) if "sliding_attention" in kinds or not kinds else None
+    other = kinds - {"full_attention"}
     if window is not None or other:
         what = f"sliding_window {window}" if window is not None else f"layer_types {sorted(other)}"
         raise ConversionError(
-            f"{checkpoint.folder / 'config.json'}: {what}: layers that do not see the whole sequence are not supported; "
+            f"{where}: {what}: layers that do not see the whole sequence are not supported; "
             "supported are models whose every layer has full attention"
         )
 
@@ -102,34 +147,77 @@ def _translate(
     checkpoint,
     family: Family,
     source_config,
-    granularity: str,
+    granularity: str | None,
     gate_bias: bool,
     gate_scale: float,
     biases: tuple[str, ...],
 ) -> GatedAttentionConfig:
-    fields = {ours: getattr(source_config, theirs) for ours, theirs in family.config_fields.items()}
+    # A family's own gates are multiplied by their sigmoid alone.
+    gates = {
+        "gate_granularity": granularity or "headwise",
+        "gate_bias": gate_bias,
+        "gate_scale": gate_scale if family.gates is None else 1.0,
+    }
+    known = family.config_defaults
+    fields = {
+        ours: getattr(source_config, theirs, known[theirs]) if theirs in known else getattr(source_config, theirs)
+        for ours, theirs in family.config_fields.items()
+    }
+    fields["rope_parameters"] = _rope_parameters(source_config)
+    fields |= _expert_fields(source_config) if family.experts else {}
     fields |= dict.fromkeys(biases, True)
     extra = {}
     if getattr(source_config, "tokenizer_class", None):
         # AutoTokenizer reads it where tokenizer_config.json does not name a class.
         extra["tokenizer_class"] = source_config.tokenizer_class
     return GatedAttentionConfig(
-        **fields,
-        **family.fixed_fields,
-        **extra,
-        gate_granularity=granularity,
-        gate_bias=gate_bias,
-        gate_scale=gate_scale,
+        **{**gates, **fields, **family.fixed_fields, **extra},
         dtype=_dtype_as_loaded(checkpoint, source_config),
         architectures=[GatedAttentionForCausalLM.__name__],
         auto_map=dict(AUTO_MAP),
     )
 
 
+def _rope_parameters(source_config) -> dict:
+    """Of full attention, without what says how images are placed."""
+    parameters = source_config.rope_parameters
+    parameters = parameters.get("full_attention", parameters)
+    return {name: value for name, value in parameters.items() if not name.startswith("mrope_")}
+
+
+def _expert_fields(source_config) -> dict:
+    """The fields of Qwen's mixtures of experts, or none if every layer is dense."""
+    dense, step = (
+        getattr(source_config, "mlp_only_layers", None) or (),
+        getattr(source_config, "decoder_sparse_step", 1),
+    )
+    count = source_config.num_experts
+    sparse = [
+        bool(count) and layer not in dense and (layer + 1) % step == 0
+        for layer in range(source_config.num_hidden_layers)
+    ]
+    if not any(sparse):
+        return {}
+    fields = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
+    fields += ["output_router_logits", "router_aux_loss_coef"]
+    fields += ["norm_topk_prob"] if hasattr(source_config, "norm_topk_prob") else []
+    return {
+        **{name: getattr(source_config, name) for name in fields},
+        "shared_expert_gate": True,
+        "mlp_layer_types": ["sparse" if is_sparse else "dense" for is_sparse in sparse],
+    }
+
+
 def _compare_rope(checkpoint: Checkpoint, source_config, config: GatedAttentionConfig) -> None:
     """RoPE has no tensors that an audit of headers would compare, and many forms of config."""
-    theirs, ours = LlamaRotaryEmbedding(source_config), LlamaRotaryEmbedding(config)
-    if not torch.equal(theirs.inv_freq, ours.inv_freq) or theirs.attention_scaling != ours.attention_scaling:
+    ours = Phi3RotaryEmbedding(config)
+    if "full_attention" in source_config.rope_parameters:
+        stock = Lfm3RotaryEmbedding(source_config)
+        inv_freq, scaling = stock.full_attention_inv_freq, stock.full_attention_attention_scaling
+    else:
+        stock = Phi3RotaryEmbedding(source_config)
+        inv_freq, scaling = stock.inv_freq, stock.attention_scaling
+    if not torch.equal(inv_freq, ours.inv_freq) or scaling != ours.attention_scaling:
         raise ConversionError(
             f"{checkpoint.folder / 'config.json'}: its RoPE ({source_config.rope_parameters}) could not be carried over"
         )
@@ -158,6 +246,8 @@ def new_names(
     Names of the tensors that the source has no counterpart of: the gates and, of the `biases` that are turned on, those that
     the source's config does not have.
     """
+    if family.gates is not None:
+        return set()
     added = [_BIASES[name] for name in biases if not checkpoint.config.get(family.config_fields.get(name), False)]
     projections = ("g_proj.weight", "g_proj.bias", *added)
     return {name for name in shapes if name.rpartition(".self_attn.")[2] in projections}
@@ -175,8 +265,46 @@ def new_headers(
     return dict(sorted(headers.items(), key=lambda item: (-FLOAT_FORMATS[item[1].dtype].itemsize, item[0])))
 
 
+def check_layout(checkpoint: Checkpoint, family: Family, config: GatedAttentionConfig) -> None:
+    """
+    Check what the source's tensors have to be for their rows to be told apart.
+
+    Raises:
+        `ConversionError`: a fused `q_proj` has not the rows that the config implies; stacked experts stand beside single ones.
+    """
+    in_q_proj = (family.gates or "").startswith("q_proj")
+    expected = fused_rows(config, config.gate_granularity if in_q_proj else None)
+    for name, header in checkpoint.tensors.items():
+        if in_q_proj and ".self_attn.q_proj." in name and header.shape[0] != expected:
+            raise ConversionError(
+                f"{checkpoint.folder / 'config.json'} describes {config.gate_granularity} gates in q_proj, {expected} rows; "
+                f"{name} has {header.shape[0]}: {_fused_facts(checkpoint)}. One of the two belongs to another model"
+            )
+    layers: dict[str, set[str]] = {}
+    for name in checkpoint.tensors:
+        prefix, _, rest = renamed(name, family).rpartition(".mlp.experts.")
+        if prefix and rest:
+            layers.setdefault(prefix, set()).add(renamed(name, family))
+    problems = [
+        f"{prefix}: {problem}"
+        for prefix, names in sorted(layers.items())
+        for stacked in EXPERT_TENSORS
+        for problem in expert_problems(names, stacked, config.num_experts)
+    ]
+    if problems:
+        raise ConversionError(
+            f"the experts in {checkpoint.folder} are not the {config.num_experts} that its config.json describes: "
+            f"{'; '.join(problems[:4])}. Fetch it again"
+        )
+
+
 def audit_names_and_shapes(
-    checkpoint: Checkpoint, config, expected: dict[str, tuple[int, ...]], new: set[str]
+    checkpoint: Checkpoint,
+    family: Family,
+    config: GatedAttentionConfig,
+    expected: dict[str, tuple[int, ...]],
+    new: set[str],
+    pieces: tuple[Piece, ...],
 ) -> None:
     """
     Check that the source holds the tensors that its config describes, those that are `new` apart.
@@ -184,11 +312,14 @@ def audit_names_and_shapes(
     Raises:
         `ConversionError`: a tensor is missing, has another shape, or has no place in the model.
     """
-    found = {name: header.shape for name, header in checkpoint.tensors.items()}
+    if pieces:
+        found = {piece.target: piece.header.shape for piece in pieces}
+    else:
+        found = {name: header.shape for name, header in checkpoint.tensors.items() if not is_dropped(name, family)}
     missing = expected.keys() - found.keys() - new
     if config.tie_word_embeddings:
         missing -= set(GatedAttentionForCausalLM._tied_weights_keys)
-    unexpected = {name for name in found.keys() - expected.keys() if not is_ignored_on_load(name)}
+    unexpected = found.keys() - expected.keys()
     problems = [f"{name} is missing" for name in sorted(missing)]
     if "lm_head.weight" in missing:
         problems.append(

@@ -5,7 +5,7 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, is_ignored_on_load
+from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from .errors import ConversionError
 from .staging import partial_folder, replaced_folder
 
@@ -132,9 +132,6 @@ def _notes(checkpoint: Checkpoint, code: list[str], unused: list[str]) -> list[s
     if unused:
         why = f", since transformers loads {SINGLE_FILE}" if (checkpoint.folder / SINGLE_FILE).is_file() else ""
         notes.append(f"left behind{why}: {', '.join(unused)}")
-    ignored = [name for name in checkpoint.tensors if is_ignored_on_load(name)]
-    if ignored:
-        notes.append(f"{len(ignored)} tensors that loaders pass over stay in the shards ({ignored[0]}, ...)")
     return notes
 
 

@@ -13,12 +13,14 @@ from .families import Family
 from .gated_config import (
     IDENTITY_SCALE,
     audit_names_and_shapes,
+    check_layout,
     family_of,
     gated_config,
     generation_settings,
     new_headers,
     new_names,
 )
+from .layouts import Piece, is_dropped, pieces_of
 from .places import check_places, other_files
 
 
@@ -33,14 +35,17 @@ class ConversionOptions:
     How a checkpoint is converted; one object serves the function and the command line.
 
     Attributes:
-        granularity: `"headwise"` (one gate a head) or `"elementwise"` (one gate a channel of a head).
-        gate_bias: Whether the gates get a bias, zero at first.
-        link: `"copy"` copies the source's shards; `"hard"` links them, which costs no space and needs the same file system.
-        verify: `"headers"` audits names, shapes and formats; `"logits"` also loads both models and compares logits.
+        granularity: `"headwise"` (one gate a head) or `"elementwise"` (one gate a channel of a head). By default headwise; a source
+            that has gates of its own keeps them, and takes no other granularity.
+        gate_bias: Whether the gates get a bias, zero at first. Not for a source that has gates of its own.
+        link: `"copy"` copies the source's shards; `"hard"` links them, which costs no space and needs the same file system, and
+            a source whose tensors can stay as they are.
+        verify: `"headers"` audits names, shapes and formats. `"logits"` also compares every number with the source's where
+            tensors were rewritten, loads both models and compares their logits.
         overwrite: Whether a model folder at the target is replaced, as a whole.
     """
 
-    granularity: Granularity = "headwise"
+    granularity: Granularity | None = None
     gate_bias: bool = False
     link: Link = "copy"
     verify: Verify = "logits"
@@ -48,7 +53,8 @@ class ConversionOptions:
 
     def __post_init__(self):
         for name, kind in (("granularity", Granularity), ("link", Link), ("verify", Verify)):
-            if getattr(self, name) not in get_args(kind):
+            is_left_out = name == "granularity" and self.granularity is None
+            if getattr(self, name) not in get_args(kind) and not is_left_out:
                 raise ConversionError(f"`{name}` must be one of {get_args(kind)}, got {getattr(self, name)!r}")
         for name in ("gate_bias", "overwrite"):
             if not isinstance(getattr(self, name), bool):
@@ -77,6 +83,7 @@ class ConversionPlan:
         new_shard: Name of the new shard.
         new_tensors: Name and header of each new tensor, in file order; all zero: the gates, and biases that a sink transfer
             fills.
+        pieces: What each tensor of the result is made of, where the source's tensors have to be rewritten; else empty.
         copied: The source's other files to copy, as paths relative to the folder.
         generation_config: What to write as generation_config.json, if the source keeps such settings in its config.json.
         notes: What the user should know.
@@ -91,6 +98,7 @@ class ConversionPlan:
     new_shard: str
     new_tensors: dict[str, TensorHeader]
     copied: tuple[Path, ...]
+    pieces: tuple[Piece, ...] = ()
     generation_config: dict | None = None
     notes: tuple[str, ...] = field(default=())
 
@@ -98,7 +106,16 @@ class ConversionPlan:
     def weight_map(self) -> dict[str, str]:
         """Tensor name to file, for the new index."""
         placed = {name: self.shard_names[shard.name] for shard in self.source.shards for name in shard.tensors}
+        if self.pieces:
+            placed = {piece.target: placed[piece.source] for piece in self.pieces}
         return dict(sorted({**placed, **dict.fromkeys(self.new_tensors, self.new_shard)}.items()))
+
+    @property
+    def tensors(self) -> dict[str, TensorHeader]:
+        """Every tensor of the result."""
+        if self.pieces:
+            return {piece.target: piece.header for piece in self.pieces} | self.new_tensors
+        return self.source.tensors | self.new_tensors
 
     @property
     def new_bytes(self) -> int:
@@ -115,19 +132,31 @@ class ConversionPlan:
         code = sum(len(content.encode()) for content in bundled_files().values())
         return self.new_bytes + other + code + (self.source_bytes if self.options.link == "copy" else 0)
 
+    @property
+    def _gates(self) -> str:
+        if self.family.gates is not None:
+            where = "g_proj" if self.family.gates == "g_proj" else "q_proj"
+            return f"the source's own, from its {where}"
+        return (
+            f"{len(self.new_tensors)} tensors, {format_bytes(self.new_bytes)}, all zero with gate_scale {IDENTITY_SCALE:g}: "
+            "the gate is exactly 1"
+        )
+
     def describe(self) -> str:
         """The plan as text, for `--dry-run` and for the log."""
         heads, layers = self.config.num_attention_heads, self.config.num_hidden_layers
         verb = "copy" if self.options.link == "copy" else "hard-link"
+        verb = "rewrite" if self.pieces else verb
         lines = [
             f"source   {self.source.folder} ({self.family.architecture}, {len(self.source.tensors)} tensors, "
             f"{format_bytes(self.source_bytes)})",
             f"target   {self.target} ({self.config.architectures[0]})",
-            f"gates    {self.options.granularity}, {layers} layers x {heads} heads, {len(self.new_tensors)} tensors, "
-            f"{format_bytes(self.new_bytes)}, all zero with gate_scale {IDENTITY_SCALE:g}: the gate is exactly 1",
+            f"gates    {self.config.gate_granularity}, {layers} layers x {heads} heads, {self._gates}",
         ]
         lines += [f"{verb:<9}{old} -> {new}" for old, new in self.shard_names.items()]
-        lines += [f"new      {self.new_shard}, {INDEX_FILE}, config.json, {', '.join(bundled_files())}"]
+        lines += [
+            f"new      {self.new_shard + ', ' if self.new_tensors else ''}{INDEX_FILE}, config.json, {', '.join(bundled_files())}"
+        ]
         if self.generation_config:
             lines.append("new      generation_config.json, with the generation settings of the source's config.json")
         if self.copied:
@@ -165,18 +194,19 @@ class Reading:
         checkpoint: What the folder holds.
         family: Its family.
         config: Config of its gated twin.
-        new_tensors: As in [`ConversionPlan`].
+        new_tensors, pieces: As in [`ConversionPlan`].
     """
 
     checkpoint: Checkpoint
     family: Family
     config: GatedAttentionConfig
     new_tensors: dict[str, TensorHeader]
+    pieces: tuple[Piece, ...] = ()
 
 
 def read_source(
     checkpoint: Checkpoint,
-    granularity: str,
+    granularity: str | None,
     gate_bias: bool,
     biases: tuple[str, ...] = (),
     gate_scale: float = IDENTITY_SCALE,
@@ -194,9 +224,29 @@ def read_source(
     """
     family = family_of(checkpoint)
     config, shapes = gated_config(checkpoint, family, granularity, gate_bias, gate_scale, biases)
+    _refuse_other_gates(checkpoint, family, config, granularity, gate_bias)
+    check_layout(checkpoint, family, config)
+    pieces = pieces_of(checkpoint, family, config)
     new = new_names(checkpoint, family, shapes, biases)
-    audit_names_and_shapes(checkpoint, config, shapes, new)
-    return Reading(checkpoint, family, config, new_headers(checkpoint, shapes, new))
+    audit_names_and_shapes(checkpoint, family, config, shapes, new, pieces)
+    return Reading(checkpoint, family, config, new_headers(checkpoint, shapes, new), pieces)
+
+
+def _refuse_other_gates(
+    checkpoint: Checkpoint, family: Family, config: GatedAttentionConfig, granularity: str | None, gate_bias: bool
+) -> None:
+    """A source with gates is read, not given others."""
+    if family.gates is None:
+        return
+    if granularity not in (None, config.gate_granularity):
+        raise ConversionError(
+            f"`granularity` must be left out: {checkpoint.folder} has {config.gate_granularity} gates of its own; got "
+            f"{granularity!r}"
+        )
+    if gate_bias and not config.gate_bias:
+        raise ConversionError(
+            f"`gate_bias` must be left out: {checkpoint.folder} has gates of its own, without a bias; got True"
+        )
 
 
 def plan_conversion(source: Path, target: Path, options: ConversionOptions) -> ConversionPlan:
@@ -213,12 +263,21 @@ def plan_conversion(source: Path, target: Path, options: ConversionOptions) -> C
 def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> ConversionPlan:
     """What to write of a source that was read."""
     checkpoint = reading.checkpoint
-    count = len(checkpoint.shards) + 1
+    if reading.pieces and options.link == "hard":
+        raise ConversionError(
+            f'`link` must be "copy" (--link copy) for {checkpoint.folder}: the tensors of a {reading.family.model_type} checkpoint '
+            "with gates have to be rewritten; got 'hard'"
+        )
+    count = len(checkpoint.shards) + bool(reading.new_tensors)
     shard_names = {
         shard.name: f"model-{number:05d}-of-{count:05d}.safetensors"
         for number, shard in enumerate(checkpoint.shards, start=1)
     }
     copied, notes = other_files(checkpoint)
+    ignored = [name for name in checkpoint.tensors if is_dropped(name, reading.family)]
+    if ignored:
+        what = "are left out" if reading.pieces else "stay in the shards"
+        notes = (*notes, f"{len(ignored)} tensors that loaders pass over {what} ({ignored[0]}, ...)")
     return ConversionPlan(
         source=checkpoint,
         family=reading.family,
@@ -228,6 +287,7 @@ def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> Conve
         shard_names=shard_names,
         new_shard=f"model-{count:05d}-of-{count:05d}.safetensors",
         new_tensors=reading.new_tensors,
+        pieces=reading.pieces,
         copied=copied,
         generation_config=generation_settings(checkpoint),
         notes=notes,

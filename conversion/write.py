@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from tqdm import tqdm
 
 from ..modeling_gated.bundle import write_code_bundle
-from .checkpoint import INDEX_FILE, TensorHeader
+from .checkpoint import FLOAT_FORMATS, INDEX_FILE, TensorHeader
 from .errors import ConversionError
 from .plan import ConversionPlan, format_bytes, free_bytes
 
@@ -32,14 +33,18 @@ def write_conversion(plan: ConversionPlan, folder: Path, hard_links: bool = True
             f"{plan.target} needs {format_bytes(plan.bytes_to_write)}, {format_bytes(free)} are free there; make room"
             + (" or use --link hard, which writes the gates only" if hard_links else "")
         )
-    _place_shards(plan, folder)
-    write_zero_shard(folder / plan.new_shard, plan.new_tensors)
+    if plan.pieces:
+        _rewrite_shards(plan, folder)
+    else:
+        _place_shards(plan, folder)
+    if plan.new_tensors:
+        write_zero_shard(folder / plan.new_shard, plan.new_tensors)
     _write_json(
         folder / INDEX_FILE,
         {
             "metadata": {
                 **{key: value for key, value in plan.source.index_metadata.items() if not key.startswith("total_")},
-                "total_size": sum(header.nbytes for header in plan.source.tensors.values()) + plan.new_bytes,
+                "total_size": sum(header.nbytes for header in plan.tensors.values()),
             },
             "weight_map": plan.weight_map,
         },
@@ -75,11 +80,26 @@ def _place_shards(plan: ConversionPlan, folder: Path) -> None:
                 bar.update(shard.size)
 
 
-def write_zero_shard(path: Path, tensors: dict[str, TensorHeader]) -> None:
-    """
-    Write a safetensors file of zeros. Only the header is written: the rest is the file's length, which reads as zeros and
-    takes neither memory nor, where files can have holes, disk. `safetensors` would need every tensor in memory.
-    """
+def _rewrite_shards(plan: ConversionPlan, folder: Path) -> None:
+    """Write each of the source's shards anew, tensor by tensor: `safetensors` would need all of a file in memory."""
+    total = sum(piece.header.nbytes for piece in plan.pieces)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=None) as bar:
+        for shard in plan.source.shards:
+            pieces = [piece for piece in plan.pieces if piece.source in shard.tensors]
+            # Wide formats first keeps every tensor aligned to its own width.
+            pieces.sort(key=lambda piece: -FLOAT_FORMATS[piece.header.dtype].itemsize)
+            header, _ = encoded_header({piece.target: piece.header for piece in pieces})
+            with (folder / plan.shard_names[shard.name]).open("wb") as file, safe_open(shard.path, "pt") as source:
+                file.write(header)
+                for piece in pieces:
+                    for part in piece.read(source):
+                        content = part.contiguous().view(torch.uint8).numpy()
+                        file.write(content)
+                        bar.update(content.nbytes)
+
+
+def encoded_header(tensors: dict[str, TensorHeader]) -> tuple[bytes, int]:
+    """The beginning of a safetensors file with these tensors in this order, and how many bytes follow it."""
     header: dict = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -87,10 +107,18 @@ def write_zero_shard(path: Path, tensors: dict[str, TensorHeader]) -> None:
         end += tensor.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format aligns the data to 8 bytes
+    return len(encoded).to_bytes(8, "little") + encoded, end
+
+
+def write_zero_shard(path: Path, tensors: dict[str, TensorHeader]) -> None:
+    """
+    Write a safetensors file of zeros. Only the header is written: the rest is the file's length, which reads as zeros and
+    takes neither memory nor, where files can have holes, disk. `safetensors` would need every tensor in memory.
+    """
+    header, size = encoded_header(tensors)
     with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        file.truncate(8 + len(encoded) + end)
+        file.write(header)
+        file.truncate(len(header) + size)
 
 
 def overwrite_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -25,6 +25,22 @@ EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_
 _EXPERT_NAME = re.compile(r"\.mlp\.experts\.(\d+)\.(\w+)\.weight$")
 
 
+def names_on_disk(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """From the shapes of a model's tensors to those of its checkpoint: stacked experts are taken apart."""
+    on_disk = {}
+    for name, shape in shapes.items():
+        prefix, _, stacked = name.rpartition(".mlp.experts.")
+        if not prefix:
+            on_disk[name] = shape
+            continue
+        count, width, inner = shape
+        projections = EXPERT_TENSORS[stacked]
+        for expert in range(count):
+            for projection in projections:
+                on_disk[f"{prefix}.mlp.experts.{expert}.{projection}.weight"] = (width // len(projections), inner)
+    return on_disk
+
+
 def expert_problems(names: set[str], stacked: str, num_experts: int) -> list[str]:
     """
     What is wrong with the tensors that make up a stacked parameter.

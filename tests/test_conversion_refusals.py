@@ -165,7 +165,7 @@ def adapter_beside_the_weights(source):
     ("damage", "words"),
     [
         (sliding_window, ["config.json", "sliding_window 4", "full attention"]),
-        (unsupported_model_type, ["config.json", "model_type 'gpt2'", "supported: llama, mistral, qwen3"]),
+        (unsupported_model_type, ["config.json", "model_type 'gpt2'", "supported: lfm3, llama, mistral, qwen3"]),
         (another_head, ["architectures", "LlamaForCausalLM", "LlamaForSequenceClassification"]),
         (already_gated_config, ["already has gates", "gated_attention"]),
         (already_gated_tensors, ["already has gates", r"layers\.0\.self_attn\.g_proj\.weight"]),

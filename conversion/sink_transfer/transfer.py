@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ...configuration import GatedAttentionConfig
 from ..checkpoint import FLOAT_FORMATS, Checkpoint, read_checkpoint
 from ..errors import ConversionError, NothingToTransferError
+from ..gated_config import family_of
 from ..places import check_places, check_reserved_names
 from ..plan import ConversionOptions, ConversionPlan, Granularity, Reading, options_from, plan_of, read_source
 from ..staging import exclusive, staged_folder
@@ -174,6 +175,10 @@ def predict_transfer(
 def _read(source: Path, options: TransferOptions) -> Reading:
     checkpoint = read_checkpoint(source)
     _refuse_other_attention(checkpoint)
+    if family_of(checkpoint).gates is not None:
+        raise ConversionError(
+            f"{checkpoint.folder} already has gates ({checkpoint.config.get('model_type')}); `gated-attention convert` reads them"
+        )
     reading = read_source(checkpoint, options.granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
     longest = reading.config.max_position_embeddings
     if options.length > longest:
