@@ -71,6 +71,14 @@ def convert(
     typer.echo(f"done     {result.checked} ({steps})")
 
 
+@app.command()
+def families() -> None:
+    """List the model families that can be converted, what happens to their tensors, and what is exact."""
+    from .conversion.families import families_table
+
+    typer.echo(families_table())
+
+
 # Options that several commands share.
 _Models = Annotated[
     list[str], typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M.")

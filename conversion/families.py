@@ -19,7 +19,11 @@ class Family:
         gates: Where the family's own gates are. `None`: it has none, and gets some. `"q_proj_per_head"`, `"q_proj_per_group"`: in
             `q_proj`, behind the rows of each query head, or of each group that shares a key head. `"g_proj"`: apart.
         renames: Parts of tensor names, and what takes their place in order.
-        experts: Whether the config's fields of a mixture of experts are those of Qwen.
+        fused: Projections of the source that are several of ours, one behind the other.
+        windows: Where `sliding_window` counts: in `"every_layer"`, or in those that `layer_types` names.
+        expert_fields: As `config_fields`, for sources with experts; dense layers among sparse ones are named as by Qwen.
+        dropped_in_training: Fields of the source that only training has a use for; said if they are set.
+        tolerance: Why a converted checkpoint computes its source's logits to rounding only, where it does.
         refused_fields: Fields of the source with the one value that can be read.
         ignored: Beginnings of names of tensors that the stock class passes over.
     """
@@ -32,7 +36,11 @@ class Family:
     has_stock_class: bool = True
     gates: Literal["q_proj_per_head", "q_proj_per_group", "g_proj"] | None = None
     renames: tuple[tuple[str, str], ...] = ()
-    experts: bool = False
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    windows: Literal["every_layer", "layer_types"] = "layer_types"
+    expert_fields: dict[str, str] = field(default_factory=dict)
+    dropped_in_training: tuple[str, ...] = ()
+    tolerance: str | None = None
     refused_fields: dict[str, object] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -74,6 +82,14 @@ _ONE_BIAS_SWITCH = {"qk_bias": "attention_bias", "v_bias": "attention_bias", "o_
 _NEXT_FIELDS = _COMMON_FIELDS | _ONE_BIAS_SWITCH | {"gate_bias": "attention_bias"}
 _NEXT_FIXED = {"qk_norm": True, "zero_centered_norm": True, "gate_granularity": "elementwise"}
 
+_EXPERT_FIELDS = _same_name(
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "output_router_logits", "router_aux_loss_coef"
+)
+_SHARED_EXPERT = {"shared_expert_intermediate_size": "shared_expert_intermediate_size"}
+_TOPK = {"norm_topk_prob": "norm_topk_prob"}
+
+_GATES_SPLIT = "queries and gates are two matrix products where there was one, which may round otherwise"
+
 # Saved from a model with images, the language model's names have one part more.
 _LANGUAGE_MODEL = (("model.language_model.", "model."),)
 
@@ -85,7 +101,19 @@ FAMILIES = {
             architecture="LlamaForCausalLM",
             config_fields=_COMMON_FIELDS | _ONE_BIAS_SWITCH | _same_name("mlp_bias"),
         ),
-        Family(model_type="mistral", architecture="MistralForCausalLM", config_fields=_COMMON_FIELDS),
+        Family(
+            model_type="mistral",
+            architecture="MistralForCausalLM",
+            config_fields=_COMMON_FIELDS,
+            windows="every_layer",
+        ),
+        Family(
+            model_type="qwen2",
+            architecture="Qwen2ForCausalLM",
+            config_fields=_COMMON_FIELDS,
+            config_defaults={"head_dim": None},
+            fixed_fields={"qk_bias": True, "v_bias": True},
+        ),
         Family(
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
@@ -93,13 +121,76 @@ FAMILIES = {
             fixed_fields={"qk_norm": True},
         ),
         Family(
+            model_type="smollm3",
+            architecture="SmolLM3ForCausalLM",
+            config_fields=_COMMON_FIELDS | _ONE_BIAS_SWITCH | _same_name("mlp_bias", "no_rope_layers"),
+            config_defaults={"head_dim": None},
+        ),
+        Family(
+            model_type="granite",
+            architecture="GraniteForCausalLM",
+            config_fields=_COMMON_FIELDS
+            | _ONE_BIAS_SWITCH
+            | _same_name(
+                "mlp_bias",
+                "embedding_multiplier",
+                "residual_multiplier",
+                "attention_multiplier",
+                "logits_scaling",
+            ),
+            config_defaults={"head_dim": None},
+        ),
+        Family(
+            model_type="phi3",
+            architecture="Phi3ForCausalLM",
+            config_fields=_COMMON_FIELDS,
+            config_defaults={"head_dim": None},
+            fused={"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")},
+            windows="every_layer",
+            dropped_in_training=("resid_pdrop", "embd_pdrop"),
+            tolerance="qkv_proj and gate_up_proj are several matrix products where they were one, which may round otherwise",
+        ),
+        Family(
+            model_type="mixtral",
+            architecture="MixtralForCausalLM",
+            config_fields=_without(_COMMON_FIELDS, "intermediate_size"),
+            fixed_fields={"norm_topk_prob": True, "router_scores_dtype": "float32"},
+            renames=(
+                (".block_sparse_moe.", ".mlp."),
+                (".w1.", ".gate_proj."),
+                (".w3.", ".up_proj."),
+                (".w2.", ".down_proj."),
+            ),
+            windows="every_layer",
+            expert_fields=_same_name("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
+            | {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            dropped_in_training=("router_jitter_noise",),
+        ),
+        Family(
+            model_type="qwen2_moe",
+            architecture="Qwen2MoeForCausalLM",
+            config_fields=_COMMON_FIELDS | {"qk_bias": "qkv_bias", "v_bias": "qkv_bias"},
+            config_defaults={"head_dim": None},
+            expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT | _TOPK,
+        ),
+        Family(
+            model_type="qwen3_moe",
+            architecture="Qwen3MoeForCausalLM",
+            config_fields=_COMMON_FIELDS | _ONE_BIAS_SWITCH,
+            config_defaults={"head_dim": None},
+            fixed_fields={"qk_norm": True},
+            windows="every_layer",
+            expert_fields=_EXPERT_FIELDS | _TOPK,
+        ),
+        Family(
             model_type="qwen3_next",
             architecture="Qwen3NextForCausalLM",
             config_fields=_NEXT_FIELDS,
             fixed_fields=_NEXT_FIXED,
             gates="q_proj_per_head",
-            experts=True,
+            expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT | _TOPK,
             ignored=("mtp.",),
+            tolerance=_GATES_SPLIT,
         ),
         Family(
             model_type="qwen3_5_text",
@@ -108,6 +199,7 @@ FAMILIES = {
             fixed_fields=_NEXT_FIXED,
             gates="q_proj_per_head",
             renames=_LANGUAGE_MODEL,
+            tolerance=_GATES_SPLIT,
             ignored=("mtp.", "model.visual."),
         ),
         Family(
@@ -117,7 +209,8 @@ FAMILIES = {
             fixed_fields=_NEXT_FIXED | {"norm_topk_prob": True},
             gates="q_proj_per_head",
             renames=_LANGUAGE_MODEL,
-            experts=True,
+            expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT,
+            tolerance=_GATES_SPLIT,
             ignored=("mtp.", "model.visual."),
         ),
         Family(
@@ -136,6 +229,7 @@ FAMILIES = {
                 ("model.embedding_norm.", "model.norm."),
             ),
             refused_fields={"use_sandwich_norm": False, "use_attention_gate": True},
+            tolerance="LFM3 takes RoPE in float32 whatever the model's format",
         ),
     )
 }
@@ -167,9 +261,48 @@ REFERENCE = {
         config_defaults=_REFERENCE_DEFAULTS,
         has_stock_class=False,
         gates="q_proj_per_group",
+        tolerance=_GATES_SPLIT,
     )
     for granularity in GATE_FLAGS.values()
 }
+
+
+# Why a family that one might expect is not there.
+REFUSED_FAMILIES = {
+    "gemma2": "it has norms behind attention and MLP as well, and caps its logits",
+    "gemma3_text": "it has norms behind attention and MLP as well, and two kinds of RoPE",
+    "olmo2": "it has no norm before attention, so a gate would have no normalised input to read",
+    "olmo3": "it has no norm before attention, so a gate would have no normalised input to read",
+    "gpt_oss": "it has learned sinks, which do what a gate would do, and experts with biases and clamped activations",
+}
+
+
+def families_table() -> str:
+    """What can be converted, and what is exact, as text."""
+    rows = [("model_type", "its tensors", "its gates", "logits")]
+    reference = (REFERENCE["headwise"], REFERENCE["elementwise"])
+    for family in (*FAMILIES.values(), REFERENCE_WITHOUT_GATES, *reference):
+        changes = [
+            word
+            for word, applies in (
+                ("split", family.fused or (family.gates or "").startswith("q_proj")),
+                ("renamed", family.renames),
+            )
+            if applies
+        ]
+        name = family.model_type
+        if not family.has_stock_class:
+            granularity = family.fixed_fields.get("gate_granularity")
+            name += f" of the paper's code, {granularity or 'no'} gates"
+        own = family.fixed_fields.get("gate_granularity")
+        exact = "bit for bit" if family.tolerance is None else f"to rounding: {family.tolerance}"
+        rows.append((name, " and ".join(changes) or "stay", f"{own}, read" if family.gates else "new", exact))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+    ]
+    refused = [f"not {name}: {reason}" for name, reason in REFUSED_FAMILIES.items()]
+    return "\n".join([*lines, "", *refused])
 
 
 def family_for(config: dict) -> Family | None:

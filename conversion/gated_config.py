@@ -2,6 +2,7 @@
 
 import torch
 from transformers import AutoConfig, GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.lfm3.modeling_lfm3 import Lfm3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
@@ -12,8 +13,8 @@ from ..modeling_gated.expert_tensors import EXPERT_TENSORS, expert_problems, nam
 from ..modeling_gated.gate import is_gate_tensor
 from .checkpoint import FLOAT_FORMATS, Checkpoint, TensorHeader
 from .errors import ConversionError
-from .families import FAMILIES, GATE_FLAGS, Family, family_for
-from .layouts import Piece, fused_rows, is_dropped, renamed
+from .families import FAMILIES, GATE_FLAGS, REFUSED_FAMILIES, Family, family_for
+from .layouts import Piece, fused_rows, is_dropped, renamed, rows_of_fused
 
 
 # 2 * sigmoid(0) = 1 in every float format: zero weights are the identity, at the gate's steepest point.
@@ -35,8 +36,9 @@ def family_of(checkpoint: Checkpoint) -> Family:
         what = f"model_type {model_type!r}" + (f", tensor {gated[0]}" if gated else "")
         raise ConversionError(f"{checkpoint.folder} already has gates ({what}); converting it again would gate twice")
     if family is None:
+        reason = f": {REFUSED_FAMILIES[model_type]}" if model_type in REFUSED_FAMILIES else ""
         raise ConversionError(
-            f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"{where}: model_type {model_type!r} is not supported{reason}; supported: {', '.join(sorted(FAMILIES))}"
         )
     flags = [name for name in GATE_FLAGS if config.get(name)]
     if len(flags) > 1:
@@ -132,15 +134,19 @@ def _refuse_other_layers(checkpoint: Checkpoint, family: Family, source_config) 
                 f"{where}: {name} must be {value} for a {family.model_type} checkpoint to be read, got {found}: the gated model "
                 "has no counterpart of it"
             )
-    # A window that no layer uses says nothing.
-    window = getattr(source_config, "sliding_window", None) if "sliding_attention" in kinds or not kinds else None
-    other = kinds - {"full_attention"}
-    if window is not None or other:
-        what = f"sliding_window {window}" if window is not None else f"layer_types {sorted(other)}"
+    if "full_attention" in source_config.rope_parameters and "sliding_attention" in kinds:
         raise ConversionError(
-            f"{where}: {what}: layers that do not see the whole sequence are not supported; "
-            "supported are models whose every layer has full attention"
+            f"{where}: layer_types has sliding_attention, with a RoPE of its own; the gated model has one RoPE for all layers"
         )
+
+
+def _window_fields(family: Family, source_config) -> dict:
+    """The source's sliding windows, layer by layer where it says so."""
+    window = getattr(source_config, "sliding_window", None) or None
+    layer_types = getattr(source_config, "layer_types", None)
+    if family.windows == "every_layer" or layer_types is None:
+        return {"sliding_window": window if family.windows == "every_layer" else None}
+    return {"sliding_window": window, "layer_types": list(layer_types)}
 
 
 def _translate(
@@ -164,14 +170,20 @@ def _translate(
         for ours, theirs in family.config_fields.items()
     }
     fields["rope_parameters"] = _rope_parameters(source_config)
-    fields |= _expert_fields(source_config) if family.experts else {}
+    fields |= _window_fields(family, source_config)
+    experts = _expert_fields(family, source_config)
+    fixed = {
+        name: value
+        for name, value in family.fixed_fields.items()
+        if experts or name not in ("norm_topk_prob", "router_scores_dtype")
+    }
     fields |= dict.fromkeys(biases, True)
     extra = {}
     if getattr(source_config, "tokenizer_class", None):
         # AutoTokenizer reads it where tokenizer_config.json does not name a class.
         extra["tokenizer_class"] = source_config.tokenizer_class
     return GatedAttentionConfig(
-        **{**gates, **fields, **family.fixed_fields, **extra},
+        **{**gates, **fields, **experts, **fixed, **extra},
         dtype=_dtype_as_loaded(checkpoint, source_config),
         architectures=[GatedAttentionForCausalLM.__name__],
         auto_map=dict(AUTO_MAP),
@@ -185,25 +197,24 @@ def _rope_parameters(source_config) -> dict:
     return {name: value for name, value in parameters.items() if not name.startswith("mrope_")}
 
 
-def _expert_fields(source_config) -> dict:
-    """The fields of Qwen's mixtures of experts, or none if every layer is dense."""
+def _expert_fields(family: Family, source_config) -> dict:
+    """The fields of a mixture of experts, or none if every layer is dense."""
+    if not family.expert_fields:
+        return {}
     dense, step = (
         getattr(source_config, "mlp_only_layers", None) or (),
         getattr(source_config, "decoder_sparse_step", 1),
     )
-    count = source_config.num_experts
+    count = getattr(source_config, family.expert_fields["num_experts"])
     sparse = [
         bool(count) and layer not in dense and (layer + 1) % step == 0
         for layer in range(source_config.num_hidden_layers)
     ]
     if not any(sparse):
         return {}
-    fields = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
-    fields += ["output_router_logits", "router_aux_loss_coef"]
-    fields += ["norm_topk_prob"] if hasattr(source_config, "norm_topk_prob") else []
     return {
-        **{name: getattr(source_config, name) for name in fields},
-        "shared_expert_gate": True,
+        **{ours: getattr(source_config, theirs) for ours, theirs in family.expert_fields.items()},
+        "shared_expert_gate": "shared_expert_intermediate_size" in family.expert_fields,
         "mlp_layer_types": ["sparse" if is_sparse else "dense" for is_sparse in sparse],
     }
 
@@ -217,7 +228,14 @@ def _compare_rope(checkpoint: Checkpoint, source_config, config: GatedAttentionC
     else:
         stock = Phi3RotaryEmbedding(source_config)
         inv_freq, scaling = stock.inv_freq, stock.attention_scaling
-    if not torch.equal(inv_freq, ours.inv_freq) or scaling != ours.attention_scaling:
+    same = torch.equal(inv_freq, ours.inv_freq) and scaling == ours.attention_scaling
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type in ("longrope", "dynamic"):
+        # They turn at other speeds beyond the length that they were trained on.
+        beyond = config.max_position_embeddings + 1
+        long = [ROPE_INIT_FUNCTIONS[rope_type](one, seq_len=beyond) for one in (source_config, config)]
+        same = same and torch.equal(long[0][0], long[1][0]) and long[0][1] == long[1][1]
+    if not same:
         raise ConversionError(
             f"{checkpoint.folder / 'config.json'}: its RoPE ({source_config.rope_parameters}) could not be carried over"
         )
@@ -254,13 +272,14 @@ def new_names(
 
 
 def new_headers(
-    checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], names: set[str]
+    checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], names: set[str], pieces: tuple[Piece, ...]
 ) -> dict[str, TensorHeader]:
     """Headers of the new tensors; each takes the format of its layer's `q_proj`."""
+    kept = {piece.target: piece.header for piece in pieces} or checkpoint.tensors
     headers = {}
     for name in names:
         layer = name.rpartition(".self_attn.")[0]
-        headers[name] = TensorHeader(checkpoint.tensors[f"{layer}.self_attn.q_proj.weight"].dtype, shapes[name])
+        headers[name] = TensorHeader(kept[f"{layer}.self_attn.q_proj.weight"].dtype, shapes[name])
     # Wide formats first keeps every tensor aligned to its own width.
     return dict(sorted(headers.items(), key=lambda item: (-FLOAT_FORMATS[item[1].dtype].itemsize, item[0])))
 
@@ -279,6 +298,11 @@ def check_layout(checkpoint: Checkpoint, family: Family, config: GatedAttentionC
             raise ConversionError(
                 f"{checkpoint.folder / 'config.json'} describes {config.gate_granularity} gates in q_proj, {expected} rows; "
                 f"{name} has {header.shape[0]}: {_fused_facts(checkpoint)}. One of the two belongs to another model"
+            )
+        rows = rows_of_fused(family, name, config)
+        if rows is not None and header.shape[0] != rows:
+            raise ConversionError(
+                f"{name} in {checkpoint.folder} has {header.shape[0]} rows, the config implies {rows}. Fetch it again"
             )
     layers: dict[str, set[str]] = {}
     for name in checkpoint.tensors:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -69,6 +70,14 @@ def query_and_gate_rows(
     )
 
 
+def rows_of_fused(family: Family, name: str, config) -> int | None:
+    """How many rows a tensor must have for its rows to be told apart, if it is one of the family's fused projections."""
+    for fused, parts in family.fused.items():
+        if name.endswith(f".{fused}.weight"):
+            return sum(_width(part, config) for part in parts)
+    return None
+
+
 def fused_rows(config, granularity: str | None) -> int:
     """Number of rows of a `q_proj` that holds the gates too."""
     gates = {None: 0, "headwise": 1, "elementwise": config.head_dim}[granularity]
@@ -118,6 +127,14 @@ def _pieces(name: str, header: TensorHeader, family: Family, config) -> Iterable
         )
         names = (target, target.replace("q_proj", "g_proj"))
         return [_piece(name, header, *pair) for pair in zip(names, rows, strict=True)]
+    for fused, parts in family.fused.items():
+        if target.endswith(f".{fused}.weight"):
+            ends = list(accumulate(_width(part, config) for part in parts))
+            prefix = target.removesuffix(f"{fused.rpartition('.')[2]}.weight")
+            return [
+                _piece(name, header, f"{prefix}{part}.weight", ((start, end),))
+                for part, start, end in zip(parts, [0, *ends[:-1]], ends, strict=True)
+            ]
     prefix, _, stacked = target.rpartition(".mlp.experts.")
     if prefix and stacked in EXPERT_TENSORS and len(header.shape) == 3:
         count, width, _ = header.shape
@@ -135,6 +152,15 @@ def _pieces(name: str, header: TensorHeader, family: Family, config) -> Iterable
             for index, projection in enumerate(projections)
         ]
     return [_piece(name, header, target, ((0, header.shape[0]),))]
+
+
+def _width(projection: str, config) -> int:
+    """Number of rows of one of our projections."""
+    if projection == "q_proj":
+        return config.num_attention_heads * config.head_dim
+    if projection in ("k_proj", "v_proj"):
+        return config.num_key_value_heads * config.head_dim
+    return config.intermediate_size
 
 
 def _piece(source: str, header: TensorHeader, target: str, rows: Rows, expert: int | None = None) -> Piece:

@@ -229,7 +229,7 @@ def read_source(
     pieces = pieces_of(checkpoint, family, config)
     new = new_names(checkpoint, family, shapes, biases)
     audit_names_and_shapes(checkpoint, family, config, shapes, new, pieces)
-    return Reading(checkpoint, family, config, new_headers(checkpoint, shapes, new), pieces)
+    return Reading(checkpoint, family, config, new_headers(checkpoint, shapes, new, pieces), pieces)
 
 
 def _refuse_other_gates(
@@ -278,6 +278,12 @@ def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> Conve
     if ignored:
         what = "are left out" if reading.pieces else "stay in the shards"
         notes = (*notes, f"{len(ignored)} tensors that loaders pass over {what} ({ignored[0]}, ...)")
+    for name in reading.family.dropped_in_training:
+        if checkpoint.config.get(name):
+            notes = (
+                *notes,
+                f"{name} {checkpoint.config[name]} is left out: it changes training only, and is not done here",
+            )
     return ConversionPlan(
         source=checkpoint,
         family=reading.family,

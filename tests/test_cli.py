@@ -8,6 +8,7 @@ import pytest
 from conftest import logits_of, tree_hashes
 
 from gated_attention import GatedAttentionForCausalLM, __version__, convert_checkpoint
+from gated_attention.conversion import FAMILIES
 
 
 COMMAND = Path(sys.executable).with_name("gated-attention")
@@ -78,3 +79,11 @@ def test_refusals_are_one_line_and_exit_1(tmp_path, target, dry_run):
     assert process.stderr.startswith("gated-attention: the source")
     assert "Traceback" not in process.stderr
     assert not target.exists()
+
+
+def test_families_lists_each_with_what_is_exact():
+    process = run("families")
+    assert process.returncode == 0, process.stderr
+    for family in FAMILIES.values():
+        assert family.model_type in process.stdout
+    assert "bit for bit" in process.stdout and "to rounding" in process.stdout and "not olmo2" in process.stdout

@@ -32,10 +32,6 @@ def assert_refused(source, target, *words, **options):
     assert tree_hashes(source.parent) == before
 
 
-def sliding_window(source):
-    edit_config(source, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4)
-
-
 def unsupported_model_type(source):
     edit_config(source, model_type="gpt2", architectures=["GPT2LMHeadModel"])
 
@@ -164,8 +160,7 @@ def adapter_beside_the_weights(source):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (sliding_window, ["config.json", "sliding_window 4", "full attention"]),
-        (unsupported_model_type, ["config.json", "model_type 'gpt2'", "supported: lfm3, llama, mistral, qwen3"]),
+        (unsupported_model_type, ["config.json", "model_type 'gpt2'", "supported: granite, lfm3, llama, mistral"]),
         (another_head, ["architectures", "LlamaForCausalLM", "LlamaForSequenceClassification"]),
         (already_gated_config, ["already has gates", "gated_attention"]),
         (already_gated_tensors, ["already has gates", r"layers\.0\.self_attn\.g_proj\.weight"]),

@@ -459,7 +459,7 @@ def test_experts_that_do_not_fit_the_config_are_refused(tmp_path, target, case):
                     for kind in ("full_attention", "sliding_attention")
                 },
             },
-            ["sliding_window 256", "full attention"],
+            ["sliding_attention", "a RoPE of its own"],
         ),
     ],
     ids=["sandwich_norm", "no_gate", "window"],

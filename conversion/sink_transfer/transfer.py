@@ -27,6 +27,9 @@ from .layer_source import LayerSource
 from .report import TransferReport
 
 
+# Those it was tried on: layers are opened up, and others differ inside.
+FAMILIES_WITH_TRANSFER = ("llama", "mistral", "qwen3")
+
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "sink_transfer.json"
@@ -175,11 +178,22 @@ def predict_transfer(
 def _read(source: Path, options: TransferOptions) -> Reading:
     checkpoint = read_checkpoint(source)
     _refuse_other_attention(checkpoint)
-    if family_of(checkpoint).gates is not None:
+    family = family_of(checkpoint)
+    if family.gates is not None:
         raise ConversionError(
-            f"{checkpoint.folder} already has gates ({checkpoint.config.get('model_type')}); `gated-attention convert` reads them"
+            f"{checkpoint.folder} already has gates ({family.model_type}); `gated-attention convert` reads them"
+        )
+    if family.model_type not in FAMILIES_WITH_TRANSFER or not family.has_stock_class:
+        raise ConversionError(
+            f"{checkpoint.folder / 'config.json'}: the transfer is made for {', '.join(FAMILIES_WITH_TRANSFER)} of transformers so "
+            f"far, got {family.model_type}; `gated-attention convert` gives it gates that change nothing"
         )
     reading = read_source(checkpoint, options.granularity, gate_bias=True, biases=("v_bias", "o_bias"), gate_scale=1.0)
+    if "sliding_attention" in reading.config.layer_types:
+        raise ConversionError(
+            f"{checkpoint.folder / 'config.json'}: sliding_window {reading.config.sliding_window}: the transfer is made for layers "
+            "that see the whole sequence: a sink that slides out of sight is none"
+        )
     longest = reading.config.max_position_embeddings
     if options.length > longest:
         raise ConversionError(

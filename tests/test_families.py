@@ -1,0 +1,225 @@
+"""Every family whose checkpoints get gates computes what it computed: bit for bit, or to rounding where its table says why."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from conftest import TINY_SHAPE, logits_of, randomise, tiny_input_ids, tree_hashes
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from gated_attention import GatedAttentionForCausalLM, convert_checkpoint, predict_transfer
+from gated_attention.conversion import FAMILIES, ConversionError
+from gated_attention.conversion.families import REFUSED_FAMILIES
+
+
+LAYERS = TINY_SHAPE["num_hidden_layers"]
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+PHI_SHAPE = {"hidden_size": 40, "head_dim": None, "pad_token_id": 0}  # Phi-3's config knows hidden / heads only
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# Of each family that gets gates: config class, and fields beside the tiny shape.
+CASES = {
+    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral_window": ("Mistral", {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {"head_dim": 8}),
+    "qwen2_windows": (
+        "Qwen2",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"attention_bias": True}),
+    "qwen3_windows": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED, "tie_word_embeddings": True},
+    ),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0, "head_dim": 8, "no_rope_layers": [1, 0, 1]}),
+    "smollm3_windows": (
+        "SmolLM3",
+        {
+            "pad_token_id": 0,
+            "head_dim": 8,
+            "no_rope_layers": [1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "head_dim": 8,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "phi3": ("Phi3", {**PHI_SHAPE}),
+    "phi3_window_and_partial_rotary": (
+        "Phi3",
+        {
+            **PHI_SHAPE,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4},
+        },
+    ),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            **PHI_SHAPE,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "short_factor": [1.0 + index for index in range(5)],
+                "long_factor": [2.0 + index for index in range(5)],
+            },
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "mixtral_window": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 5},
+    ),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 20, "head_dim": 8}),
+    "qwen2_moe_without_biases": (
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 20,
+            "head_dim": 8,
+            "qkv_bias": False,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe_every_second_layer": (
+        "Qwen3Moe",
+        {
+            **EXPERTS,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
+}
+
+
+def stock(case: str, **overrides):
+    name, fields = CASES[case]
+    fields = {**TINY_SHAPE, **fields, **overrides}
+    config = getattr(transformers, f"{name}Config")(
+        **{key: value for key, value in fields.items() if value is not None}
+    )
+    return randomise(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def edit_config(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_same_function(tmp_path, target, case, dtype):
+    source = tmp_path / "source"
+    stock(case).to(dtype).save_pretrained(source, max_shard_size="30KB")
+    before = tree_hashes(source)
+    result = convert_checkpoint(source, target, granularity="elementwise", gate_bias=True)
+    assert tree_hashes(source) == before
+    family = result.plan.family
+    assert result.logits_equal or family.tolerance
+    for backend in ("eager", "sdpa"):
+        # Past the window of 5, and past what longrope was trained on.
+        for length in (4, 24):
+            load = {"attn_implementation": backend, "dtype": torch.float32 if family.tolerance else dtype}
+            expected = AutoModelForCausalLM.from_pretrained(source, **load)
+            model = AutoModelForCausalLM.from_pretrained(target, **load)
+            assert type(model) is GatedAttentionForCausalLM
+            found, wanted = (logits_of(one, tiny_input_ids(2, length)) for one in (model, expected))
+            if family.tolerance:
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(found, wanted)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if dtype == torch.float32:
+        assert torch.equal(model.generate(tiny_input_ids(), **options), expected.generate(tiny_input_ids(), **options))
+    assert model.config.gate_scale == 2.0
+    assert load_file(next(target.glob("*.safetensors")))  # safetensors' own reader accepts what was written
+
+
+def test_every_family_that_gets_gates_is_tested():
+    tested = {stock(case).config.model_type for case in CASES}
+    assert tested == {name for name, family in FAMILIES.items() if family.gates is None}
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_saving_back_gives_one_tensor_an_expert(tmp_path, target, case):
+    """Case 2: every expert arrives, and leaves again."""
+    source = tmp_path / "source"
+    stock(case).save_pretrained(source)
+    convert_checkpoint(source, target)
+    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model.save_pretrained(tmp_path / "again")
+    converted = {name for path in target.glob("*.safetensors") for name in load_file(path)}
+    assert set(load_file(tmp_path / "again" / "model.safetensors")) == converted
+    assert sum(".experts." in name for name in converted) == LAYERS * 4 * 3
+
+
+def test_what_only_training_has_is_said(tmp_path, target):
+    source = tmp_path / "source"
+    stock("phi3", resid_pdrop=0.1).save_pretrained(source)
+    result = convert_checkpoint(source, target)
+    assert any("resid_pdrop 0.1" in note and "training" in note for note in result.plan.notes)
+
+
+def test_fused_projection_of_another_size_is_refused(tmp_path, target):
+    source = tmp_path / "source"
+    stock("phi3").save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConversionError, match=r"layers\.1\.self_attn\.qkv_proj\.weight .* 79 rows, the config implies 80"
+    ):
+        convert_checkpoint(source, target)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("model_type", REFUSED_FAMILIES)
+def test_families_that_do_not_fit_are_refused_with_the_reason(tmp_path, target, model_type):
+    source = tmp_path / "source"
+    stock("llama", attention_bias=False, mlp_bias=False).save_pretrained(source)
+    edit_config(source, model_type=model_type)
+    with pytest.raises(ConversionError) as error:
+        convert_checkpoint(source, target)
+    assert REFUSED_FAMILIES[model_type] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mistral_window", ["sliding_window 5", "slides out of sight"]),
+        ("qwen3_moe", ["llama, mistral, qwen3", "qwen3_moe", "gated-attention convert"]),
+        ("phi3", ["llama, mistral, qwen3", "phi3"]),
+    ],
+)
+def test_sink_transfer_says_what_it_is_not_made_for(tmp_path, case, words):
+    source = tmp_path / "source"
+    stock(case).save_pretrained(source)
+    with pytest.raises(ConversionError) as error:
+        predict_transfer(source, "text")
+    for word in words:
+        assert word in str(error.value)
