@@ -15,6 +15,7 @@
 
 import difflib
 import math
+from copy import deepcopy
 from dataclasses import fields
 from typing import Literal
 
@@ -276,6 +277,13 @@ class GatedAttentionConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self._refuse_foreign_fields(kwargs)
+        if "num_local_experts" in kwargs:
+            if self.num_experts not in (0, kwargs["num_local_experts"]):
+                raise ValueError(
+                    f"`num_experts` and `num_local_experts` are one field, got {self.num_experts} and "
+                    f"{kwargs['num_local_experts']}"
+                )
+            self.num_experts = kwargs.pop("num_local_experts")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -298,6 +306,7 @@ class GatedAttentionConfig(PreTrainedConfig):
             self.mlp_layer_types = ["sparse" if self.num_experts else "dense"] * self.num_hidden_layers
         self._refuse_rope_values()
         self.base_model_tp_plan = self._tensor_parallel_plan()
+        self.base_model_ep_plan = dict(type(self).base_model_ep_plan) if self.num_experts else None
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -314,7 +323,7 @@ class GatedAttentionConfig(PreTrainedConfig):
         """
         if variant not in GATE_VARIANTS:
             raise ValueError(f"`variant` must be one of {', '.join(GATE_VARIANTS)}; got {variant!r}")
-        return cls(**{**GATE_VARIANTS[variant].fields, **fields})
+        return cls(**{**deepcopy(GATE_VARIANTS[variant].fields), **fields})
 
     @classmethod
     def from_preset(
@@ -328,7 +337,8 @@ class GatedAttentionConfig(PreTrainedConfig):
             variant (`str`): A key of [`~configuration.GATE_VARIANTS`].
             equal_parameters (`bool`):
                 Whether the MLP, or each expert, is made narrower by what the gates weigh, as the paper does for its dense
-                models (section 3.1). The number of parameters is then that of the baseline to within one step of the width.
+                models (section 3.1). Its width stays a multiple of 8, which matrix products of 16-bit numbers ask for, so the
+                number of parameters is that of the baseline to within 4 channels.
             fields: Further fields of the config; where preset or variant set the same one, these count.
 
         Raises:
@@ -339,7 +349,8 @@ class GatedAttentionConfig(PreTrainedConfig):
         config = cls.from_variant(variant, **PRESETS[preset].fields | fields)
         if equal_parameters:
             name = "moe_intermediate_size" if config.num_experts else "intermediate_size"
-            width = getattr(config, name) - round(config._gate_parameters() / config._mlp_parameters_per_channel())
+            steps = round(config._gate_parameters() / config._mlp_parameters_per_channel() / 8)
+            width = getattr(config, name) - 8 * steps
             if width < 1:
                 raise ValueError(
                     f"`equal_parameters` must be False for variant {variant!r}: its gates weigh more than the MLP of {preset!r}"
@@ -401,6 +412,18 @@ class GatedAttentionConfig(PreTrainedConfig):
                 "`attention_bias` is not a field of GatedAttentionConfig, since it means different projections in "
                 "different model families: set `qk_bias`, `v_bias` and `o_bias`"
             )
+        of_layers = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace")
+        of_experts = ("n_routed_experts", "n_shared_experts")
+        # A config that was saved has the fields in which these are said here.
+        if self.mlp_layer_types is None:
+            for name in (*of_layers, *of_experts):
+                if name in unknown:
+                    instead = (
+                        "`mlp_layer_types`"
+                        if name in of_layers
+                        else "`num_experts` or `shared_expert_intermediate_size`"
+                    )
+                    raise TypeError(f"`{name}` is not a field of GatedAttentionConfig: set {instead}")
         for name in unknown:
             prefix = name.partition("_")[0]
             if prefix in (

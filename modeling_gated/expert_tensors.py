@@ -69,7 +69,9 @@ def expert_problems(names: set[str], stacked: str, num_experts: int) -> list[str
     if missing:
         problems.append(f"mlp.experts lacks {', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''}")
     if surplus:
-        problems.append(f"{surplus[0]} is one expert too many{' (and more)' if len(surplus) > 1 else ''}")
+        problems.append(
+            f"{surplus[0]} is of no expert that the config knows{' (and more)' if len(surplus) > 1 else ''}"
+        )
     return problems
 
 
@@ -82,7 +84,8 @@ class ExpertConverter(WeightConverter):
     Stacks the experts of a layer on loading, and takes them apart on saving.
 
     Loading insists on one tensor for each expert. transformers stacks whatever it finds: with an expert missing it reports the
-    shapes of the stack, and with a wrong number among the names nothing at all.
+    shapes of the stack, and with a wrong number among the names nothing at all. (Under DeepSpeed's ZeRO-3 it stacks without
+    asking this class, so only shapes are noticed there.)
     """
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
@@ -99,7 +102,8 @@ class ExpertConverter(WeightConverter):
             if problems:
                 raise ValueError(
                     f"{layer_name} cannot be loaded: {'; '.join(problems)}. The config says `num_experts` = "
-                    f"{config.num_experts}; the checkpoint is damaged or belongs to another config: fetch it again"
+                    f"{config.num_experts}, or was told so; the checkpoint is damaged or belongs to another config: fetch it again, or "
+                    "load it with its own config"
                 )
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 

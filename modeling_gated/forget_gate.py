@@ -56,7 +56,8 @@ def log_forget_gates(logits: torch.Tensor, groups: int) -> torch.Tensor:
 def keys_with_gates(key_states: torch.Tensor, log_forget: torch.Tensor) -> torch.Tensor:
     """
     Append `log f` to the keys as further channels. Whatever a cache does to keys (grow, slide, reorder, crop, offload), it then
-    does to the gates. In 16 bits two channels, a number and what it lacks, keep 16 bits or more of the float32.
+    does to the gates; only a cache that was made for keys of `head_dim` channels before it saw some (`early_initialization`, which
+    `torch.export` uses) has no room for them. In 16 bits two channels, a number and what it lacks, keep 16 bits or more of the float32.
 
     Args:
         key_states (`torch.Tensor` of shape `(batch, num_key_value_heads, sequence, head_dim)`): The keys.
@@ -107,15 +108,19 @@ def forgetting_mask(
         visible = visible.tril() if query_length > 1 else visible
     else:
         attention_mask = attention_mask[..., :key_length]
-        is_boolean = attention_mask.dtype == torch.bool
-        visible = attention_mask if is_boolean else attention_mask > torch.finfo(attention_mask.dtype).min / 2
+        if attention_mask.is_floating_point():
+            visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+        else:
+            visible = attention_mask = attention_mask.bool()
     # A query's own key is the last that it sees. Of slots behind it a cache may hold anything.
-    slots = torch.arange(key_length, device=log_forget.device)
-    own = (visible * slots).amax(dim=-1)  # (batch, 1, queries)
+    slots = torch.arange(key_length, device=log_forget.device, dtype=torch.int32)
+    own = (visible * slots).amax(dim=-1).long()  # (batch, 1, queries)
     until_own = until.gather(-1, own.expand(batch, until.shape[1], -1))
     # The difference first, in float32: the sums grow with the text, the differences that matter do not.
     decay = until_own[..., None] - until[..., None, :]
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
+    if attention_mask is not None and attention_mask.is_floating_point():
         decay = decay + attention_mask
     smallest = torch.finfo(dtype).min
-    return decay.clamp(min=smallest).masked_fill(~visible, smallest).to(dtype)
+    if dtype == torch.float16:
+        decay = decay.clamp(min=smallest)  # in other formats no sum of logarithms gets that far
+    return decay.masked_fill(~visible, smallest).to(dtype)

@@ -130,14 +130,15 @@ class GatedAttentionPreTrainedModel(PreTrainedModel):
         gates = sorted(name for name in missing if is_gate_tensor(name))
         if gates:
             raise ValueError(
-                f"{pretrained_model_name_or_path} does not fill these gates: {', '.join(gates)}. A checkpoint "
+                f"{pretrained_model_name_or_path or 'the state_dict'} does not fill these gates: {', '.join(gates)}. A checkpoint "
                 "without gates gets them with `gated-attention convert SOURCE TARGET`; one that had them is damaged and "
                 "should be fetched or converted again"
             )
         if missing:
             raise ValueError(
-                f"{pretrained_model_name_or_path} does not fill these parts: {', '.join(sorted(missing))}. It is damaged, or its "
-                "config is another model's: fetch it again"
+                f"{pretrained_model_name_or_path or 'the state_dict'} does not fill these parts: {', '.join(sorted(missing))}. It is "
+                "damaged, or the config is another model's, or a field of it was given anew: fetch it again, or load it with its own "
+                "config"
             )
         return (model, loading_info) if output_loading_info else model
 
@@ -357,10 +358,12 @@ class GatedAttentionForCausalLM(GatedAttentionPreTrainedModel, GenerationMixin):
         aux_loss = z_loss = None
         if output_router_logits and outputs.router_logits:
             aux_loss, z_loss = router_losses(self.config, outputs.router_logits, attention_mask)
-            if loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
-                if self.config.router_z_loss_coef:
-                    loss = loss + self.config.router_z_loss_coef * z_loss.to(loss.device)
+            for coefficient, of_routers in (
+                (self.config.router_aux_loss_coef, aux_loss),
+                (self.config.router_z_loss_coef, z_loss),
+            ):
+                if loss is not None and coefficient:
+                    loss = loss + coefficient * of_routers.to(loss.device)
 
         return GatedCausalLMOutputWithPast(
             loss=loss,

@@ -58,7 +58,8 @@ class GatedAttentionTopKRouter(nn.Module):
         if self.norm_topk_prob:
             router_scores = router_scores / router_scores.sum(dim=-1, keepdim=True)
         if not self.scores_in_float32:
-            router_scores = router_scores.to(hidden_states.dtype)
+            # Under autocast the product has the model's format, the states may not.
+            router_scores = router_scores.to(hidden_states.dtype if self.logits_in_float32 else router_logits.dtype)
         return router_logits, router_scores, router_indices
 
 
@@ -101,15 +102,19 @@ def router_losses(
     Args:
         config: Its `num_experts` and `num_experts_per_tok` are read.
         router_logits (`tuple[torch.Tensor]`): Of each sparse layer, of shape `(batch * sequence, num_experts)`.
-        attention_mask (`torch.Tensor` of shape `(batch, sequence)`): 1 for tokens that count, 0 for padding.
+        attention_mask (`torch.Tensor` of shape `(batch, sequence)`, *optional*):
+            1 for tokens that count, 0 for padding; of a longer one, which has what lies in the cache too, the end counts. Masks that
+            were prepared for attention do not say what is padding: all tokens count.
 
     Returns:
         The load-balancing loss over all layers together (Switch Transformer, arXiv 2101.03961, equations 4 to 6) and the
         z-loss (ST-MoE, arXiv 2202.08906, equation 5): the mean over layers and tokens of the squared log of the sum of the
         exponentials of the logits.
     """
-    if attention_mask is not None and attention_mask.ndim != 2:
-        attention_mask = None  # a prepared mask does not say which tokens are padding
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        attention_mask = attention_mask[:, -(router_logits[0].shape[0] // attention_mask.shape[0]) :]
+    else:
+        attention_mask = None
     load_balancing = load_balancing_loss_func(
         router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
     )
@@ -118,4 +123,4 @@ def router_losses(
     if attention_mask is None:
         return load_balancing, squares.mean()
     counts = attention_mask.reshape(-1).to(squares)  # (batch * sequence)
-    return load_balancing, (squares * counts).sum() / (counts.sum() * len(router_logits))
+    return load_balancing, (squares * counts).sum() / (counts.sum().clamp(min=1) * len(router_logits))

@@ -34,6 +34,16 @@ def test_round_trip_through_auto_config(tmp_path):
     assert {**loaded.to_dict(), "_name_or_path": ""} == config.to_dict()
 
 
+def test_number_of_experts_by_its_other_name():
+    config = GatedAttentionConfig(num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    assert (config.num_experts, config.num_local_experts, set(config.mlp_layer_types)) == (4, 4, {"sparse"})
+
+
+def test_variants_are_not_changed_through_a_config():
+    GatedAttentionConfig.from_variant("baseline").gate_positions.append("value")
+    assert GatedAttentionConfig.from_variant("baseline").gate_positions == []
+
+
 def test_derived_fields():
     config = GatedAttentionConfig(hidden_size=64, num_attention_heads=4)
     assert (config.num_key_value_heads, config.head_dim) == (4, 16)
@@ -142,6 +152,9 @@ def test_derived_fields():
         ({**EXPERTS, "router_z_loss_coef": float("inf")}, ["router_z_loss_coef", "finite", "inf"]),
         ({**EXPERTS, "router_logits_dtype": "float64"}, ["router_logits_dtype", "float64", "float32"]),
         ({**EXPERTS, "router_aux_los_coef": 0.1}, ["router_aux_los_coef", "router_aux_loss_coef"]),
+        ({"num_experts": 4, "num_local_experts": 6}, ["num_experts", "num_local_experts", "4", "6"]),
+        ({**EXPERTS, "mlp_only_layers": [0]}, ["mlp_only_layers", "mlp_layer_types"]),
+        ({**EXPERTS, "n_shared_experts": 1}, ["n_shared_experts", "shared_expert_intermediate_size"]),
         ({"forget_gates": True}, ["forget_gates", "forget_gate"]),
         ({"attention_bias": True}, ["attention_bias", "qk_bias", "v_bias", "o_bias"]),
     ],

@@ -425,7 +425,7 @@ def shared_expert_missing(source):
 
 
 EXPERT_REFUSALS = {
-    "fewer_in_the_config": (fewer_experts, ["experts.3.", "one expert too many", "the 3 that"]),
+    "fewer_in_the_config": (fewer_experts, ["experts.3.", "of no expert that", "the 3 that"]),
     "more_in_the_config": (more_experts, ["lacks 4.gate_proj.weight", "the 6 that"]),
     "more_a_token_than_there_are": (too_many_a_token, ["num_experts_per_tok", "num_experts", "4", "5"]),
     "one_missing": (expert_missing, ["layers.1", "lacks 2.up_proj.weight"]),

@@ -75,8 +75,16 @@ def test_without_gates_equal_to_stock(family, dtype, implementation):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_equal_to_stock(family):
+def test_under_autocast_equal_to_stock(family):
     stock, gated = stock_and_gated(family)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(logits_of(gated), logits_of(stock))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_equal_to_stock(family, dtype):
+    stock, gated = stock_and_gated(family, dtype)
     input_ids = tiny_input_ids()
     attention_mask = torch.ones_like(input_ids)
     attention_mask[0, -6:] = 0
@@ -183,6 +191,42 @@ def test_router_logits_are_one_tensor_a_sparse_layer():
     assert not dense.router_logits and dense.aux_loss is None
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation_with_router_logits_in_the_config(beams, cache):
+    """Masks then are longer than what is routed, or prepared for attention; the presets have router logits on."""
+    shape = {**TINY_SHAPE, **EXPERTS, "head_dim": 8}
+    model = randomise(GatedAttentionForCausalLM(GatedAttentionConfig.from_preset("15a2b", "g1_headwise", **shape)))
+    assert model.config.output_router_logits
+    input_ids = tiny_input_ids(2, 8)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :3] = 0
+    options = {"attention_mask": attention_mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    options |= {"num_beams": beams, "eos_token_id": None}
+    expected = model.generate(input_ids, **options, output_router_logits=False)
+    assert torch.equal(model.generate(input_ids, **options, cache_implementation=cache), expected)
+
+
+def test_losses_of_a_continued_text_are_of_its_new_tokens():
+    model = tiny_gated(**EXPERTS)
+    input_ids = tiny_input_ids(2, 10)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :3] = 0
+    cache = model(input_ids[:, :6], attention_mask=attention_mask[:, :6]).cache
+    rest = {"attention_mask": attention_mask, "cache": cache, "output_router_logits": True}
+    found = model(input_ids[:, 6:], **rest)
+    squares = torch.stack([torch.logsumexp(of_layer, dim=-1).square() for of_layer in found.router_logits])
+    torch.testing.assert_close(found.z_loss, squares.mean())
+
+
+def test_a_batch_of_padding_alone_has_a_finite_z_loss_and_unwanted_losses_are_left_out():
+    model = tiny_gated(**EXPERTS, router_aux_loss_coef=0.0, router_z_loss_coef=0.1)
+    input_ids = tiny_input_ids(1, 6)
+    nothing = torch.zeros_like(input_ids)
+    found = model(input_ids, labels=input_ids, attention_mask=nothing, output_router_logits=True)
+    assert found.z_loss == 0 and found.loss.isfinite()
+
+
 def test_training_with_a_frozen_identity_gate_gives_the_loss_curve_of_stock_qwen3_moe():
     fields = {**EXPERTS, "norm_topk_prob": True, "output_router_logits": True, "router_aux_loss_coef": 0.01}
     torch.manual_seed(0)
@@ -258,9 +302,9 @@ def test_save_load_save_is_byte_equal_tensor_by_tensor(tmp_path, max_shard_size)
 
 
 MISSING = {
-    "one_projection": (["experts.3.gate_proj"], "3.gate_proj.weight"),
-    "one_expert": (["experts.3."], "3."),
-    "last_expert": (["experts.5."], "5."),
+    "one_projection": (["experts.3.gate_proj"], "lacks 3.gate_proj.weight"),
+    "one_expert": (["experts.3."], "lacks 3.down_proj.weight"),
+    "last_expert": (["experts.5."], "lacks 5.down_proj.weight"),
     "all_experts": (["experts."], "model.layers.1.mlp.experts.down_proj"),
     "router": (["mlp.gate."], "model.layers.1.mlp.gate.weight"),
     "shared_expert": (["shared_expert."], "model.layers.1.mlp.shared_expert.down_proj.weight"),
@@ -288,7 +332,9 @@ def test_surplus_and_misnumbered_experts_are_errors(tmp_path):
     surplus = {f"model.layers.1.mlp.experts.6.{name}_proj.weight" for name in ("gate", "up", "down")}
     more = tensors | {name: tensors[name.replace("experts.6", "experts.5")].clone() for name in surplus}
     save_file(more, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"experts\.6\.\w+\.weight is one expert too many.*num_experts` = 6"):
+    with pytest.raises(
+        ValueError, match=r"experts\.6\.\w+\.weight is of no expert that the config knows.*num_experts` = 6"
+    ):
         GatedAttentionForCausalLM.from_pretrained(tmp_path / "saved")
     # As many tensors as the config says, but one has a wrong number: stacked in order, experts would change places.
     renamed = {name.replace("layers.1.mlp.experts.2.", "layers.1.mlp.experts.7."): t for name, t in tensors.items()}
