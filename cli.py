@@ -48,7 +48,8 @@ def convert(
         Literal["copy", "hard"], typer.Option(help="Copy the source's shards, or hard-link them (no space, no time).")
     ] = "copy",
     verify: Annotated[
-        Literal["headers", "logits"], typer.Option(help="Check names, shapes and formats, or also compare logits.")
+        Literal["none", "headers", "logits"],
+        typer.Option(help="Check nothing; or names, shapes and formats; or run both models and compare them too."),
     ] = "logits",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")

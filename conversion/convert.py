@@ -5,10 +5,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from .logits import Comparison, compare_models
 from .places import check_reserved_names
 from .plan import ConversionOptions, ConversionPlan, options_from, plan_conversion
 from .staging import exclusive, staged_folder
-from .verify import audit_headers, compare_logits, compare_numbers
+from .verify import audit_headers, compare_numbers
 from .write import write_conversion
 
 
@@ -18,29 +19,34 @@ class ConversionResult:
     Attributes:
         plan: What was done.
         seconds: Time of each step: `"plan"`, `"write"`, `"headers"` and, if done, `"numbers"` and `"logits"`.
-        logits_equal: `True` after the logits were compared and found equal bit for bit.
-        logits_difference: Their largest difference, where they were compared.
         numbers_equal: `True` after every number of a rewritten checkpoint was compared with the source's.
+        comparison: What was found when source and result ran, if they did.
     """
 
     plan: ConversionPlan
     seconds: dict[str, float]
-    logits_equal: bool | None
-    logits_difference: float | None = None
     numbers_equal: bool | None = None
+    comparison: Comparison | None = None
+
+    @property
+    def logits_equal(self) -> bool | None:
+        """`True` after source and result ran and gave the same bits."""
+        return True if self.comparison is not None else None
 
     @property
     def checked(self) -> str:
         """What was found equal, in words."""
+        if self.plan.options.verify == "none":
+            return "nothing checked"
+        numbers = "every number equal to the source's; " if self.numbers_equal else ""
         if self.plan.options.verify == "headers":
-            return "headers audited, logits not compared"
-        if self.logits_equal:
-            logits = "logits equal to the source's, bit for bit"
-        elif self.logits_difference is not None:
-            logits = f"logits within {self.logits_difference:.2g} of the source's in float32"
-        else:
-            logits = "transformers has no class for the source, so logits were not compared"
-        return f"every number equal to the source's; {logits}" if self.numbers_equal else logits
+            return f"{numbers}headers audited, logits not compared"
+        if self.comparison is None:
+            return f"{numbers}transformers has no class for the source, so logits were not compared"
+        source = "the source's" if self.plan.family.has_stock_class else "those without gates"
+        what = "logits" if self.comparison.logits is not None else "every layer's output"
+        rejoined = ", with the projections put together that were taken apart" if self.comparison.rejoined else ""
+        return f"{numbers}{what} equal to {source}, bit for bit in {self.comparison.dtype}{rejoined}"
 
 
 def convert_checkpoint(
@@ -51,8 +57,8 @@ def convert_checkpoint(
 
     A source without gates keeps its tensors: its shards are copied or linked, and one more shard holds the gates, zero with
     `gate_scale = 2`, so that each is `2 * sigmoid(0) = 1`. A source with gates of its own (Qwen3-Next, Qwen3.5 and LFM3 with
-    attention in every layer, the paper's code) has them taken out of the projection that they share with the queries. The
-    folder appears under its name only after it was verified.
+    attention in every layer, the paper's code) keeps those: where they share a projection with the queries, they get one of their
+    own. The folder appears under its name only after it was verified.
 
     Args:
         source (`str` or `os.PathLike`): Folder of a checkpoint of a supported family in safetensors format. Never written to.
@@ -86,23 +92,17 @@ def convert_checkpoint(
             write_conversion(plan, folder)
             seconds["write"] = time.perf_counter() - started
 
-            started = time.perf_counter()
-            audit_headers(plan, folder)
-            seconds["headers"] = time.perf_counter() - started
-
-            difference = None
-            if options.verify == "logits":
+            comparison = None
+            if options.verify != "none":
+                started = time.perf_counter()
+                audit_headers(plan, folder)
+                seconds["headers"] = time.perf_counter() - started
                 if plan.pieces:
                     started = time.perf_counter()
                     compare_numbers(plan, folder)
                     seconds["numbers"] = time.perf_counter() - started
+            if options.verify == "logits":
                 started = time.perf_counter()
-                difference = compare_logits(plan, folder)
+                comparison = compare_models(plan, folder)
                 seconds["logits"] = time.perf_counter() - started
-    return ConversionResult(
-        plan,
-        seconds,
-        logits_equal=True if difference == 0 else None,
-        logits_difference=difference,
-        numbers_equal=True if "numbers" in seconds else None,
-    )
+    return ConversionResult(plan, seconds, True if "numbers" in seconds else None, comparison)

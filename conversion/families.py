@@ -21,9 +21,11 @@ class Family:
         renames: Parts of tensor names, and what takes their place in order.
         fused: Projections of the source that are several of ours, one behind the other.
         windows: Where `sliding_window` counts: in `"every_layer"`, or in those that `layer_types` names.
-        expert_fields: As `config_fields`, for sources with experts; dense layers among sparse ones are named as by Qwen.
+        expert_fields: As `config_fields`, for sources with experts.
+        names_dense_layers: Whether `mlp_only_layers` and `decoder_sparse_step` say which layers have no experts.
         dropped_in_training: Fields of the source that only training has a use for; said if they are set.
         tolerance: Why a converted checkpoint computes its source's logits to rounding only, where it does.
+        compared_in: The format in which source and result compute the same bits; by default the checkpoint's own.
         refused_fields: Fields of the source with the one value that can be read.
         ignored: Beginnings of names of tensors that the stock class passes over.
     """
@@ -39,8 +41,10 @@ class Family:
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     windows: Literal["every_layer", "layer_types"] = "layer_types"
     expert_fields: dict[str, str] = field(default_factory=dict)
+    names_dense_layers: bool = False
     dropped_in_training: tuple[str, ...] = ()
     tolerance: str | None = None
+    compared_in: Literal["float32"] | None = None
     refused_fields: dict[str, object] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -171,6 +175,7 @@ FAMILIES = {
             architecture="Qwen2MoeForCausalLM",
             config_fields=_COMMON_FIELDS | {"qk_bias": "qkv_bias", "v_bias": "qkv_bias"},
             config_defaults={"head_dim": None},
+            names_dense_layers=True,
             expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT | _TOPK,
         ),
         Family(
@@ -181,6 +186,7 @@ FAMILIES = {
             fixed_fields={"qk_norm": True},
             windows="every_layer",
             expert_fields=_EXPERT_FIELDS | _TOPK,
+            names_dense_layers=True,
         ),
         Family(
             model_type="qwen3_next",
@@ -189,7 +195,8 @@ FAMILIES = {
             fixed_fields=_NEXT_FIXED,
             gates="q_proj_per_head",
             expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT | _TOPK,
-            ignored=("mtp.",),
+            names_dense_layers=True,
+            ignored=("mtp",),
             tolerance=_GATES_SPLIT,
         ),
         Family(
@@ -200,7 +207,7 @@ FAMILIES = {
             gates="q_proj_per_head",
             renames=_LANGUAGE_MODEL,
             tolerance=_GATES_SPLIT,
-            ignored=("mtp.", "model.visual."),
+            ignored=("mtp", "model.visual"),
         ),
         Family(
             model_type="qwen3_5_moe_text",
@@ -211,7 +218,7 @@ FAMILIES = {
             renames=_LANGUAGE_MODEL,
             expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT,
             tolerance=_GATES_SPLIT,
-            ignored=("mtp.", "model.visual."),
+            ignored=("mtp", "model.visual"),
         ),
         Family(
             model_type="lfm3",
@@ -229,7 +236,8 @@ FAMILIES = {
                 ("model.embedding_norm.", "model.norm."),
             ),
             refused_fields={"use_sandwich_norm": False, "use_attention_gate": True},
-            tolerance="LFM3 takes RoPE in float32 whatever the model's format",
+            tolerance="in 16 bits, since LFM3 takes RoPE in float32 whatever the model's format",
+            compared_in="float32",
         ),
     )
 }
@@ -269,6 +277,10 @@ REFERENCE = {
 
 # Why a family that one might expect is not there.
 REFUSED_FAMILIES = {
+    "qwen3_5": "it is a model with images, of which the language model alone could be read (Qwen3_5ForCausalLM); in the released "
+    "ones it has layers of linear attention",
+    "qwen3_5_moe": "it is a model with images, of which the language model alone could be read (Qwen3_5MoeForCausalLM); in the "
+    "released ones it has layers of linear attention",
     "gemma2": "it has norms behind attention and MLP as well, and caps its logits",
     "gemma3_text": "it has norms behind attention and MLP as well, and two kinds of RoPE",
     "olmo2": "it has no norm before attention, so a gate would have no normalised input to read",

@@ -32,7 +32,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
     model_type = config.get("model_type")
     family = family_for(config)
     gated = sorted(name for name in checkpoint.tensors if is_gate_tensor(name))
-    if model_type == GatedAttentionConfig.model_type or (gated and (family is None or family.gates is None)):
+    if model_type == GatedAttentionConfig.model_type or (gated and (family is None or family.gates != "g_proj")):
         what = f"model_type {model_type!r}" + (f", tensor {gated[0]}" if gated else "")
         raise ConversionError(f"{checkpoint.folder} already has gates ({what}); converting it again would gate twice")
     if family is None:
@@ -63,7 +63,9 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 def _fused_facts(checkpoint: Checkpoint) -> str:
     """What the shape of a fused `q_proj` says of the gates in it."""
-    name = next((name for name in checkpoint.tensors if name.endswith(".self_attn.q_proj.weight")), None)
+    name = next(
+        (name for name in checkpoint.tensors if ".layers." in name and name.endswith(".self_attn.q_proj.weight")), None
+    )
     if name is None:
         return "no q_proj.weight was found"
     try:
@@ -164,11 +166,12 @@ def _translate(
         "gate_bias": gate_bias,
         "gate_scale": gate_scale if family.gates is None else 1.0,
     }
-    known = family.config_defaults
-    fields = {
-        ours: getattr(source_config, theirs, known[theirs]) if theirs in known else getattr(source_config, theirs)
-        for ours, theirs in family.config_fields.items()
-    }
+    fields = {ours: getattr(source_config, theirs, None) for ours, theirs in family.config_fields.items()}
+    for ours, theirs in family.config_fields.items():
+        if fields[ours] is None:
+            fields[ours] = family.config_defaults.get(theirs)
+        if not hasattr(source_config, theirs) and theirs not in family.config_defaults:
+            raise AttributeError(f"the config of a {family.model_type} model must have {theirs}")
     fields["rope_parameters"] = _rope_parameters(source_config)
     fields |= _window_fields(family, source_config)
     experts = _expert_fields(family, source_config)
@@ -193,7 +196,10 @@ def _translate(
 def _rope_parameters(source_config) -> dict:
     """Of full attention, without what says how images are placed."""
     parameters = source_config.rope_parameters
-    parameters = parameters.get("full_attention", parameters)
+    if "full_attention" in parameters:
+        parameters = dict(parameters["full_attention"])
+        if parameters["rope_type"] == "default":
+            parameters.pop("partial_rotary_factor", None)  # LFM3's own RoPE of this type rotates all channels
     return {name: value for name, value in parameters.items() if not name.startswith("mrope_")}
 
 
@@ -201,10 +207,9 @@ def _expert_fields(family: Family, source_config) -> dict:
     """The fields of a mixture of experts, or none if every layer is dense."""
     if not family.expert_fields:
         return {}
-    dense, step = (
-        getattr(source_config, "mlp_only_layers", None) or (),
-        getattr(source_config, "decoder_sparse_step", 1),
-    )
+    dense, step = (), 1
+    if family.names_dense_layers:
+        dense, step = source_config.mlp_only_layers or (), source_config.decoder_sparse_step
     count = getattr(source_config, family.expert_fields["num_experts"])
     sparse = [
         bool(count) and layer not in dense and (layer + 1) % step == 0
@@ -293,7 +298,19 @@ def check_layout(checkpoint: Checkpoint, family: Family, config: GatedAttentionC
     """
     in_q_proj = (family.gates or "").startswith("q_proj")
     expected = fused_rows(config, config.gate_granularity if in_q_proj else None)
-    for name, header in checkpoint.tensors.items():
+    kept = {name: header for name, header in checkpoint.tensors.items() if not is_dropped(name, family)}
+    for name, header in kept.items():
+        if not header.shape:
+            raise ConversionError(
+                f"{name} in {checkpoint.folder} is a single number, which has no place in a {family.model_type} model"
+            )
+        if family.model_type == "qwen3" and not in_q_proj and name.endswith(".self_attn.q_proj.weight"):
+            for flag, granularity in GATE_FLAGS.items():
+                if header.shape[0] == fused_rows(config, granularity):
+                    raise ConversionError(
+                        f"{checkpoint.folder / 'config.json'} says nothing of gates, and {_fused_facts(checkpoint)}: if they are "
+                        f"those of the paper's code, set {flag} to true"
+                    )
         if in_q_proj and ".self_attn.q_proj." in name and header.shape[0] != expected:
             raise ConversionError(
                 f"{checkpoint.folder / 'config.json'} describes {config.gate_granularity} gates in q_proj, {expected} rows; "
@@ -305,10 +322,18 @@ def check_layout(checkpoint: Checkpoint, family: Family, config: GatedAttentionC
                 f"{name} in {checkpoint.folder} has {header.shape[0]} rows, the config implies {rows}. Fetch it again"
             )
     layers: dict[str, set[str]] = {}
-    for name in checkpoint.tensors:
+    for name, header in kept.items():
         prefix, _, rest = renamed(name, family).rpartition(".mlp.experts.")
-        if prefix and rest:
-            layers.setdefault(prefix, set()).add(renamed(name, family))
+        if not (prefix and rest):
+            continue
+        layers.setdefault(prefix, set()).add(renamed(name, family))
+        width, hidden = config.moe_intermediate_size, config.hidden_size
+        inner = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)} if config.num_experts else {}
+        if rest in inner and header.shape != (config.num_experts, *inner[rest]):
+            raise ConversionError(
+                f"{name} in {checkpoint.folder} has shape {header.shape}, the config implies "
+                f"{(config.num_experts, *inner[rest])}. Fetch it again"
+            )
     problems = [
         f"{prefix}: {problem}"
         for prefix, names in sorted(layers.items())

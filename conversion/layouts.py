@@ -9,6 +9,7 @@ import torch
 
 from ..modeling_gated.expert_tensors import EXPERT_TENSORS
 from .checkpoint import Checkpoint, TensorHeader, is_ignored_on_load
+from .errors import ConversionError
 from .families import Family
 
 
@@ -106,10 +107,39 @@ def pieces_of(checkpoint: Checkpoint, family: Family, config) -> tuple[Piece, ..
     pieces = tuple(
         piece for name, header in checkpoint.tensors.items() for piece in _pieces(name, header, family, config)
     )
+    _refuse_doubles(checkpoint, pieces)
+    _check_coverage(checkpoint, pieces)
     unchanged = all(
         piece.target == piece.source and piece.header == checkpoint.tensors[piece.source] for piece in pieces
     )
     return () if unchanged and family.gates is None else pieces
+
+
+def _refuse_doubles(checkpoint: Checkpoint, pieces: tuple[Piece, ...]) -> None:
+    sources: dict[str, str] = {}
+    for piece in pieces:
+        first = sources.setdefault(piece.target, piece.source)
+        if first != piece.source:
+            raise ConversionError(
+                f"{first} and {piece.source} in {checkpoint.folder} would both be {piece.target}; one of the two is left over from "
+                "another checkpoint: remove it"
+            )
+
+
+def _check_coverage(checkpoint: Checkpoint, pieces: tuple[Piece, ...]) -> None:
+    """Every row of a tensor that is taken apart goes somewhere, and to one place."""
+    taken: dict[tuple[str, int | None], list[tuple[int, int]]] = {}
+    for piece in pieces:
+        taken.setdefault((piece.source, piece.expert), []).extend(piece.rows)
+    for (name, expert), rows in taken.items():
+        height = checkpoint.tensors[name].shape[0 if expert is None else 1]
+        ends = [0]
+        for first, end in sorted(rows):
+            ends.append(end if first == ends[-1] else -1)
+        if ends[-1] != height:
+            raise ConversionError(
+                f"{name} in {checkpoint.folder} has {height} rows, and {ends[-1]} have a place. Fetch it again"
+            )
 
 
 def _pieces(name: str, header: TensorHeader, family: Family, config) -> Iterable[Piece]:

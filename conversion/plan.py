@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from ..configuration import GatedAttentionConfig
 from ..modeling_gated.bundle import bundled_files
-from .checkpoint import INDEX_FILE, Checkpoint, TensorHeader, read_checkpoint
+from .checkpoint import INDEX_FILE, Checkpoint, Shard, TensorHeader, read_checkpoint
 from .errors import ConversionError
 from .families import Family
 from .gated_config import (
@@ -26,7 +26,7 @@ from .places import check_places, other_files
 
 Granularity = Literal["headwise", "elementwise"]
 Link = Literal["copy", "hard"]
-Verify = Literal["headers", "logits"]
+Verify = Literal["none", "headers", "logits"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class ConversionOptions:
         gate_bias: Whether the gates get a bias, zero at first. Not for a source that has gates of its own.
         link: `"copy"` copies the source's shards; `"hard"` links them, which costs no space and needs the same file system, and
             a source whose tensors can stay as they are.
-        verify: `"headers"` audits names, shapes and formats. `"logits"` also compares every number with the source's where
-            tensors were rewritten, loads both models and compares their logits.
+        verify: `"none"` checks nothing. `"headers"` audits names, shapes and formats, and where tensors were rewritten compares
+            every number with the source's. `"logits"` also runs both models, whole or layer by layer, and compares their outputs.
         overwrite: Whether a model folder at the target is replaced, as a whole.
     """
 
@@ -105,10 +105,15 @@ class ConversionPlan:
     @property
     def weight_map(self) -> dict[str, str]:
         """Tensor name to file, for the new index."""
-        placed = {name: self.shard_names[shard.name] for shard in self.source.shards for name in shard.tensors}
+        placed = {name: self.shard_names[shard.name] for shard in self.shards for name in shard.tensors}
         if self.pieces:
             placed = {piece.target: placed[piece.source] for piece in self.pieces}
         return dict(sorted({**placed, **dict.fromkeys(self.new_tensors, self.new_shard)}.items()))
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The source's files that have a counterpart in the result."""
+        return tuple(shard for shard in self.source.shards if shard.name in self.shard_names)
 
     @property
     def tensors(self) -> dict[str, TensorHeader]:
@@ -127,16 +132,19 @@ class ConversionPlan:
 
     @property
     def bytes_to_write(self) -> int:
-        """Bytes that reach the disk: new and copied files, without those that are linked."""
+        """Bytes that reach the disk, about: new and copied files, without those that are linked."""
         other = sum((self.source.folder / path).stat().st_size for path in self.copied)
         code = sum(len(content.encode()) for content in bundled_files().values())
-        return self.new_bytes + other + code + (self.source_bytes if self.options.link == "copy" else 0)
+        shards = self.source_bytes if self.options.link == "copy" else 0
+        if self.pieces:
+            # Each name stands in a header and in the index.
+            shards = sum(piece.header.nbytes + 2 * len(piece.target) + 128 for piece in self.pieces)
+        return self.new_bytes + other + code + shards
 
     @property
     def _gates(self) -> str:
         if self.family.gates is not None:
-            where = "g_proj" if self.family.gates == "g_proj" else "q_proj"
-            return f"the source's own, from its {where}"
+            return "the source's own" + ("" if self.family.gates == "g_proj" else ", from its q_proj")
         return (
             f"{len(self.new_tensors)} tensors, {format_bytes(self.new_bytes)}, all zero with gate_scale {IDENTITY_SCALE:g}: "
             "the gate is exactly 1"
@@ -268,10 +276,11 @@ def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> Conve
             f'`link` must be "copy" (--link copy) for {checkpoint.folder}: the tensors of a {reading.family.model_type} checkpoint '
             "with gates have to be rewritten; got 'hard'"
         )
-    count = len(checkpoint.shards) + bool(reading.new_tensors)
+    used = {piece.source for piece in reading.pieces} or checkpoint.tensors.keys()
+    kept = [shard for shard in checkpoint.shards if not used.isdisjoint(shard.tensors)]
+    count = len(kept) + bool(reading.new_tensors)
     shard_names = {
-        shard.name: f"model-{number:05d}-of-{count:05d}.safetensors"
-        for number, shard in enumerate(checkpoint.shards, start=1)
+        shard.name: f"model-{number:05d}-of-{count:05d}.safetensors" for number, shard in enumerate(kept, start=1)
     }
     copied, notes = other_files(checkpoint)
     ignored = [name for name in checkpoint.tensors if is_dropped(name, reading.family)]

@@ -31,7 +31,7 @@ def write_conversion(plan: ConversionPlan, folder: Path, hard_links: bool = True
     if plan.bytes_to_write > free:
         raise ConversionError(
             f"{plan.target} needs {format_bytes(plan.bytes_to_write)}, {format_bytes(free)} are free there; make room"
-            + (" or use --link hard, which writes the gates only" if hard_links else "")
+            + (" or use --link hard, which writes the gates only" if hard_links and not plan.pieces else "")
         )
     if plan.pieces:
         _rewrite_shards(plan, folder)
@@ -65,7 +65,7 @@ def _place_shards(plan: ConversionPlan, folder: Path) -> None:
     with tqdm(
         total=plan.source_bytes, unit="B", unit_scale=True, desc="Copying", disable=True if linked else None
     ) as bar:
-        for shard in plan.source.shards:
+        for shard in plan.shards:
             destination = folder / plan.shard_names[shard.name]
             if linked:
                 try:
@@ -84,7 +84,7 @@ def _rewrite_shards(plan: ConversionPlan, folder: Path) -> None:
     """Write each of the source's shards anew, tensor by tensor: `safetensors` would need all of a file in memory."""
     total = sum(piece.header.nbytes for piece in plan.pieces)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=None) as bar:
-        for shard in plan.source.shards:
+        for shard in plan.shards:
             pieces = [piece for piece in plan.pieces if piece.source in shard.tensors]
             # Wide formats first keeps every tensor aligned to its own width.
             pieces.sort(key=lambda piece: -FLOAT_FORMATS[piece.header.dtype].itemsize)

@@ -74,7 +74,7 @@ def test_too_little_room_is_seen_before_anything_is_copied(source, target, monke
     assert leftovers(target) == []
 
 
-@pytest.mark.parametrize("stage", ["write_conversion", "audit_headers", "compare_logits"])
+@pytest.mark.parametrize("stage", ["write_conversion", "audit_headers", "compare_models"])
 def test_killed(source, target, stage):
     """SIGKILL of a real process, right after each step."""
     script = f"""

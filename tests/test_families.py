@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from gated_attention import GatedAttentionForCausalLM, convert_checkpoint, predict_transfer
 from gated_attention.conversion import FAMILIES, ConversionError
 from gated_attention.conversion.families import REFUSED_FAMILIES
+from gated_attention.conversion.logits import compare_models, ulp_distance
 
 
 LAYERS = TINY_SHAPE["num_hidden_layers"]
@@ -138,7 +139,7 @@ def test_same_function(tmp_path, target, case, dtype):
     result = convert_checkpoint(source, target, granularity="elementwise", gate_bias=True)
     assert tree_hashes(source) == before
     family = result.plan.family
-    assert result.logits_equal or family.tolerance
+    assert result.logits_equal
     for backend in ("eager", "sdpa"):
         # Past the window of 5, and past what longrope was trained on.
         for length in (4, 24):
@@ -156,6 +157,66 @@ def test_same_function(tmp_path, target, case, dtype):
         assert torch.equal(model.generate(tiny_input_ids(), **options), expected.generate(tiny_input_ids(), **options))
     assert model.config.gate_scale == 2.0
     assert load_file(next(target.glob("*.safetensors")))  # safetensors' own reader accepts what was written
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", "granite", "smollm3_windows", "qwen3_moe_every_second_layer", "phi3_window_and_partial_rotary"]
+)
+def test_layer_by_layer_as_whole(tmp_path, target, case):
+    source = tmp_path / "source"
+    stock(case).to(torch.bfloat16).save_pretrained(source)
+    plan = convert_checkpoint(source, target, verify="headers").plan
+    whole, layers = (compare_models(plan, target, layer_by_layer) for layer_by_layer in (False, True))
+    assert (whole.method, layers.method) == ("whole models", "layer by layer")
+    assert whole.logits == 0 and layers.logits is None
+    for comparison in (whole, layers):
+        assert [layer.ulps for layer in comparison.layers] == [0] * LAYERS
+        assert comparison.dtype == "bfloat16" and len(set(comparison.lengths)) >= 2
+    # The source's own outputs: each layer got what the one before gave.
+    for one, other in zip(whole.layers, layers.layers, strict=True):
+        assert one.magnitude == other.magnitude
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True], ids=["whole", "layer_by_layer"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("llama", "model.layers.1.self_attn.g_proj.weight"),
+        ("qwen3_moe", "model.layers.2.mlp.experts.3.down_proj.weight"),
+        ("mixtral", "model.norm.weight"),
+        ("phi3", "model.layers.0.self_attn.k_proj.weight"),
+        ("llama", "model.embed_tokens.weight"),
+    ],
+)
+def test_a_changed_number_is_found(tmp_path, target, case, name, layer_by_layer):
+    source = tmp_path / "source"
+    stock(case).save_pretrained(source)
+    plan = convert_checkpoint(source, target, verify="headers").plan
+    path = target / plan.weight_map[name]
+    tensors = load_file(path)
+    tensors[name] += 0.01
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match="differ from the source's"):
+        compare_models(plan, target, layer_by_layer)
+
+
+def test_large_models_are_compared_layer_by_layer(tmp_path, target, monkeypatch):
+    source = tmp_path / "source"
+    stock("qwen3").save_pretrained(source)
+    memory = type("Memory", (), {"available": 1000})
+    monkeypatch.setattr("gated_attention.conversion.logits.psutil.virtual_memory", lambda: memory)
+    result = convert_checkpoint(source, target)
+    assert result.comparison.method == "layer by layer"
+    assert "every layer's output equal to the source's, bit for bit in float32" in result.checked
+
+
+def test_ulps_are_counted_between_neighbours():
+    one = torch.tensor([1.0, -1.0, 2.0, 0.0], dtype=torch.bfloat16)
+    next_ones = torch.tensor([1.0078125, -1.0, 2.0, 0.0], dtype=torch.bfloat16)
+    assert (ulp_distance(one, one), ulp_distance(one, next_ones)) == (0, 1)
+    assert ulp_distance(torch.tensor([1.0, 1e-30]), torch.tensor([1.0, 2e-30])) == 0  # tiny beside the largest
+    above, below = torch.tensor([1.0]), torch.tensor([1.0])
+    assert ulp_distance(torch.nextafter(above, above + 1), torch.nextafter(below, below - 1)) == 2
 
 
 def test_every_family_that_gets_gates_is_tested():

@@ -181,7 +181,8 @@ def _read(source: Path, options: TransferOptions) -> Reading:
     family = family_of(checkpoint)
     if family.gates is not None:
         raise ConversionError(
-            f"{checkpoint.folder} already has gates ({family.model_type}); `gated-attention convert` reads them"
+            f"{checkpoint.folder} is of a family that already has gates ({family.model_type}); `gated-attention convert` reads them "
+            "where every layer has attention"
         )
     if family.model_type not in FAMILIES_WITH_TRANSFER or not family.has_stock_class:
         raise ConversionError(
