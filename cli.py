@@ -35,7 +35,10 @@ def _root(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of the checkpoint; never written to.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="Folder of the checkpoint, never written to; or a Hub id, org/name or org/name@revision."),
+    ],
     target: Annotated[Path, typer.Argument(help="Folder to make.")],
     granularity: Annotated[
         Literal["headwise", "elementwise"] | None,
@@ -44,9 +47,20 @@ def convert(
         ),
     ] = None,
     gate_bias: Annotated[bool, typer.Option("--gate-bias", help="Give the gates a bias, zero at first.")] = False,
+    init: Annotated[
+        Literal["identity", "normal", "open", "zeros"],
+        typer.Option(help="How gates begin; with identity the function is the source's, with the others it is not."),
+    ] = "identity",
+    init_std: Annotated[float, typer.Option(help="Standard deviation of the weights, with --init normal.")] = 0.02,
+    init_bias: Annotated[float, typer.Option(help="The bias, with --init open.")] = 4.0,
+    seed: Annotated[int, typer.Option(help="For the weights, with --init normal.")] = 0,
     link: Annotated[
-        Literal["copy", "hard"], typer.Option(help="Copy the source's shards, or hard-link them (no space, no time).")
-    ] = "copy",
+        Literal["auto", "copy", "reflink", "hard"],
+        typer.Option(
+            help="Copy the source's shards; reflink (share blocks) or hard-link them, which takes no space and no time; or reflink "
+            "if possible, else copy."
+        ),
+    ] = "auto",
     verify: Annotated[
         Literal["none", "headers", "logits"],
         typer.Option(help="Check nothing; or names, shapes and formats; or run both models and compare them too."),
@@ -58,11 +72,22 @@ def convert(
 ) -> None:
     """Add gates to a trained checkpoint without changing what it computes, or read one that has gates in another layout."""
     from .conversion import ConversionError, ConversionOptions, convert_checkpoint, plan_conversion
+    from .conversion.sources import find_source
 
     try:
-        options = ConversionOptions(granularity, gate_bias, link, verify, overwrite)
+        options = ConversionOptions(
+            granularity=granularity,
+            gate_bias=gate_bias,
+            init=init,
+            init_std=init_std,
+            init_bias=init_bias,
+            seed=seed,
+            link=link,
+            verify=verify,
+            overwrite=overwrite,
+        )
         if dry_run:
-            typer.echo(plan_conversion(source, target, options).describe())
+            typer.echo(plan_conversion(find_source(source).folder, target, options).describe())
             return
         result = convert_checkpoint(source, target, options)
     except (ConversionError, OSError) as error:

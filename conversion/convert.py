@@ -2,15 +2,17 @@
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from .initialisation import fill_gates
 from .logits import Comparison, compare_models
 from .places import check_reserved_names
 from .plan import ConversionOptions, ConversionPlan, options_from, plan_conversion
+from .sources import find_source
 from .staging import exclusive, staged_folder
 from .verify import audit_headers, compare_numbers
-from .write import write_conversion
+from .write import WrittenFiles, write_conversion
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,14 @@ class ConversionResult:
         seconds: Time of each step: `"plan"`, `"write"`, `"headers"` and, if done, `"numbers"` and `"logits"`.
         numbers_equal: `True` after every number of a rewritten checkpoint was compared with the source's.
         comparison: What was found when source and result ran, if they did.
+        written: Hashes of the shards, and which of them an earlier run, that was killed, had finished.
     """
 
     plan: ConversionPlan
     seconds: dict[str, float]
     numbers_equal: bool | None = None
     comparison: Comparison | None = None
+    written: WrittenFiles = field(default_factory=lambda: WrittenFiles({}, ()))
 
     @property
     def logits_equal(self) -> bool | None:
@@ -44,6 +48,8 @@ class ConversionResult:
         if self.comparison is None:
             return f"{numbers}transformers has no class for the source, so logits were not compared"
         source = "the source's" if self.plan.family.has_stock_class else "those without gates"
+        if self.plan.options.init != "identity":
+            source += " where the gates are set aside"
         what = "logits" if self.comparison.logits is not None else "every layer's output"
         rejoined = ", with the projections put together that were taken apart" if self.comparison.rejoined else ""
         return f"{numbers}{what} equal to {source}, bit for bit in {self.comparison.dtype}{rejoined}"
@@ -61,7 +67,9 @@ def convert_checkpoint(
     own. The folder appears under its name only after it was verified.
 
     Args:
-        source (`str` or `os.PathLike`): Folder of a checkpoint of a supported family in safetensors format. Never written to.
+        source (`str` or `os.PathLike`):
+            Folder of a checkpoint of a supported family in safetensors format, or a Hub id (`org/name`, `org/name@revision`).
+            Never written to.
         target (`str` or `os.PathLike`): Folder to make.
         options (`ConversionOptions`, *optional*): How; or give its fields as keywords (`granularity="elementwise"`).
 
@@ -81,15 +89,17 @@ def convert_checkpoint(
     target = Path(os.path.abspath(target))
     seconds = {}
 
-    check_reserved_names(Path(source), target)
+    found = find_source(source)
+    check_reserved_names(found.folder, target)
     with exclusive(target):
         started = time.perf_counter()
-        plan = plan_conversion(Path(source), target, options)
+        plan = plan_conversion(found.folder, target, options)
         seconds["plan"] = time.perf_counter() - started
 
-        with staged_folder(target) as folder:
+        with staged_folder(target, plan.fingerprint) as folder:
             started = time.perf_counter()
-            write_conversion(plan, folder)
+            written = write_conversion(plan, folder)
+            fill_gates(plan, folder)
             seconds["write"] = time.perf_counter() - started
 
             comparison = None
@@ -105,4 +115,4 @@ def convert_checkpoint(
                 started = time.perf_counter()
                 comparison = compare_models(plan, folder)
                 seconds["logits"] = time.perf_counter() - started
-    return ConversionResult(plan, seconds, True if "numbers" in seconds else None, comparison)
+    return ConversionResult(plan, seconds, True if "numbers" in seconds else None, comparison, written)

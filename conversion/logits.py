@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..configuration import GatedAttentionConfig
 from ..modeling_gated import GatedAttentionForCausalLM
+from ..modeling_gated.attention import GatedAttention
 from .checkpoint import Checkpoint, read_checkpoint
 from .errors import ConversionError
 from .plan import ConversionPlan
@@ -189,7 +190,7 @@ def _compare_whole(plan: ConversionPlan, folder: Path) -> Comparison:
     with _errors_of_the_source(plan):
         expected = _run(_load_source(plan), batches)
     model = _load_result(plan, folder)
-    rejoin_projections(model, plan)
+    _prepare(model, plan)
     found = _run(model, batches)
     layers = []
     for layer in range(plan.config.num_hidden_layers - 1):
@@ -268,6 +269,15 @@ def _load(model_class: type, folder: Path | None, what: str, **options) -> PreTr
     if leftovers:
         raise ConversionError(f"the {what} does not load cleanly: {leftovers}")
     return model.eval()
+
+
+def _prepare(model: PreTrainedModel, plan: ConversionPlan) -> None:
+    """Let a model compute what can be equal to the source."""
+    rejoin_projections(model, plan)
+    if plan.options.init != "identity":
+        for module in model.modules():
+            if isinstance(module, GatedAttention):
+                module.gate_positions = ()
 
 
 def _load_alone(plan: ConversionPlan, folder: Path) -> None:
@@ -370,7 +380,7 @@ def _compare_layers(plan: ConversionPlan, folder: Path) -> Comparison:
             with _errors_of_the_source(plan):
                 expected = _run_layer(source.layer(index), states)
             layer = result.layer(index)
-            rejoin_projections(layer, plan)
+            _prepare(layer, plan)
             found = _run_layer(layer, states)
             del layer
             layers.append(_of_layers(index, found, expected))

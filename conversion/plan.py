@@ -1,15 +1,19 @@
 """Decides what a conversion will write, before anything is written."""
 
+import hashlib
+import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from .._version import __version__
 from ..configuration import GatedAttentionConfig
 from ..modeling_gated.bundle import bundled_files
 from .checkpoint import INDEX_FILE, Checkpoint, Shard, TensorHeader, read_checkpoint
 from .errors import ConversionError
 from .families import Family
+from .gate_starts import GATE_STARTS, Initialisation
 from .gated_config import (
     IDENTITY_SCALE,
     audit_names_and_shapes,
@@ -25,7 +29,7 @@ from .places import check_places, other_files
 
 
 Granularity = Literal["headwise", "elementwise"]
-Link = Literal["copy", "hard"]
+Link = Literal["auto", "copy", "reflink", "hard"]
 Verify = Literal["none", "headers", "logits"]
 
 
@@ -38,8 +42,13 @@ class ConversionOptions:
         granularity: `"headwise"` (one gate a head) or `"elementwise"` (one gate a channel of a head). By default headwise; a source
             that has gates of its own keeps them, and takes no other granularity.
         gate_bias: Whether the gates get a bias, zero at first. Not for a source that has gates of its own.
-        link: `"copy"` copies the source's shards; `"hard"` links them, which costs no space and needs the same file system, and
-            a source whose tensors can stay as they are.
+        init: How the gates begin: a key of [`GATE_STARTS`]. Only `"identity"` leaves the function as it was.
+        init_std: Standard deviation of the weights with `"normal"`.
+        init_bias: The bias with `"open"`.
+        seed: For the weights with `"normal"`.
+        link: How the source's shards get into the result, if its tensors can stay as they are. `"copy"` copies them. `"reflink"`
+            makes copies that share their blocks until one is written to, on file systems that can (Btrfs, XFS): no space, no time.
+            `"auto"` is `"reflink"` where that can be, else `"copy"`. `"hard"` makes hard links: no space, no time, the same file.
         verify: `"none"` checks nothing. `"headers"` audits names, shapes and formats, and where tensors were rewritten compares
             every number with the source's. `"logits"` also runs both models, whole or layer by layer, and compares their outputs.
         overwrite: Whether a model folder at the target is replaced, as a whole.
@@ -47,18 +56,32 @@ class ConversionOptions:
 
     granularity: Granularity | None = None
     gate_bias: bool = False
-    link: Link = "copy"
+    init: Initialisation = "identity"
+    init_std: float = 0.02
+    init_bias: float = 4.0
+    seed: int = 0
+    link: Link = "auto"
     verify: Verify = "logits"
     overwrite: bool = False
 
     def __post_init__(self):
-        for name, kind in (("granularity", Granularity), ("link", Link), ("verify", Verify)):
+        kinds = (("granularity", Granularity), ("init", Initialisation), ("link", Link), ("verify", Verify))
+        for name, kind in kinds:
             is_left_out = name == "granularity" and self.granularity is None
             if getattr(self, name) not in get_args(kind) and not is_left_out:
                 raise ConversionError(f"`{name}` must be one of {get_args(kind)}, got {getattr(self, name)!r}")
         for name in ("gate_bias", "overwrite"):
             if not isinstance(getattr(self, name), bool):
                 raise ConversionError(f"`{name}` must be True or False, got {getattr(self, name)!r}")
+        if not (isinstance(self.init_std, (int, float)) and 0 <= self.init_std < float("inf")):
+            raise ConversionError(f"`init_std` must be a finite number, 0 or more, got {self.init_std!r}")
+        if not (isinstance(self.init_bias, (int, float)) and abs(self.init_bias) < float("inf")):
+            raise ConversionError(f"`init_bias` must be a finite number, got {self.init_bias!r}")
+
+    @property
+    def has_gate_bias(self) -> bool:
+        """Whether new gates have a bias: asked for, or needed for how they begin."""
+        return self.gate_bias or GATE_STARTS[self.init].bias
 
 
 def options_from(kind: type, options, fields: dict):
@@ -135,26 +158,41 @@ class ConversionPlan:
         """Bytes that reach the disk, about: new and copied files, without those that are linked."""
         other = sum((self.source.folder / path).stat().st_size for path in self.copied)
         code = sum(len(content.encode()) for content in bundled_files().values())
-        shards = self.source_bytes if self.options.link == "copy" else 0
+        # With "auto" it may be less, which only the file system knows.
+        shards = self.source_bytes if self.options.link in ("auto", "copy") else 0
         if self.pieces:
             # Each name stands in a header and in the index.
             shards = sum(piece.header.nbytes + 2 * len(piece.target) + 128 for piece in self.pieces)
         return self.new_bytes + other + code + shards
 
     @property
+    def fingerprint(self) -> str:
+        """Says what is being made, and from what: a run that was killed goes on only with the very same."""
+        source = [(shard.name, shard.size, shard.path.stat().st_mtime_ns) for shard in self.source.shards]
+        said = [
+            __version__,
+            str(self.source.folder.resolve()),
+            source,
+            self.source.config,
+            self.config.to_dict(),
+            self.shard_names,
+            self.options.link,
+            [(piece.target, piece.source, piece.expert, piece.rows) for piece in self.pieces],
+        ]
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+    @property
     def _gates(self) -> str:
         if self.family.gates is not None:
             return "the source's own" + ("" if self.family.gates == "g_proj" else ", from its q_proj")
-        return (
-            f"{len(self.new_tensors)} tensors, {format_bytes(self.new_bytes)}, all zero with gate_scale {IDENTITY_SCALE:g}: "
-            "the gate is exactly 1"
-        )
+        effect = GATE_STARTS[self.options.init].effect
+        return f"{len(self.new_tensors)} tensors, {format_bytes(self.new_bytes)}; {effect}"
 
     def describe(self) -> str:
         """The plan as text, for `--dry-run` and for the log."""
         heads, layers = self.config.num_attention_heads, self.config.num_hidden_layers
-        verb = "copy" if self.options.link == "copy" else "hard-link"
-        verb = "rewrite" if self.pieces else verb
+        verbs = {"auto": "copy", "copy": "copy", "reflink": "reflink", "hard": "hard-link"}
+        verb = "rewrite" if self.pieces else verbs[self.options.link]
         lines = [
             f"source   {self.source.folder} ({self.family.architecture}, {len(self.source.tensors)} tensors, "
             f"{format_bytes(self.source_bytes)})",
@@ -265,16 +303,23 @@ def plan_conversion(source: Path, target: Path, options: ConversionOptions) -> C
         `ConversionError`: the source cannot be converted, or the target is in the way.
     """
     check_places(source, target, options.overwrite)
-    return plan_of(read_source(read_checkpoint(source), options.granularity, options.gate_bias), target, options)
+    checkpoint = read_checkpoint(source)
+    scale = GATE_STARTS[options.init].gate_scale
+    reading = read_source(checkpoint, options.granularity, options.has_gate_bias, gate_scale=scale)
+    if reading.family.gates is not None and options.init != "identity":
+        raise ConversionError(
+            f"`init` must be left out: {checkpoint.folder} has gates of its own; got {options.init!r}"
+        )
+    return plan_of(reading, target, options)
 
 
 def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> ConversionPlan:
     """What to write of a source that was read."""
     checkpoint = reading.checkpoint
-    if reading.pieces and options.link == "hard":
+    if reading.pieces and options.link in ("hard", "reflink"):
         raise ConversionError(
-            f'`link` must be "copy" (--link copy) for {checkpoint.folder}: the tensors of a {reading.family.model_type} checkpoint '
-            "with gates have to be rewritten; got 'hard'"
+            f'`link` must be "auto" or "copy" (--link copy) for {checkpoint.folder}: the tensors of this {reading.family.model_type} '
+            f"checkpoint have to be rewritten; got {options.link!r}"
         )
     used = {piece.source for piece in reading.pieces} or checkpoint.tensors.keys()
     kept = [shard for shard in checkpoint.shards if not used.isdisjoint(shard.tensors)]

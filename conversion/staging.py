@@ -11,6 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .errors import ConversionError
+from .journal import JOURNAL_FILE, read_journal
 
 
 logger = logging.getLogger(__name__)
@@ -53,19 +54,30 @@ def exclusive(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def staged_folder(target: Path) -> Iterator[Path]:
+def staged_folder(target: Path, key: str | None = None) -> Iterator[Path]:
     """
     A hidden folder beside `target` that takes its place when the block ends well, and disappears when it does not. What was
-    at `target` stays there until then. A killed run leaves the hidden folder; the next one clears it.
+    at `target` stays there until then.
+
+    A run that was killed or interrupted leaves the hidden folder. The next one goes on with it if its journal has finished files
+    of a conversion with the same `key`, and clears it if not.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = partial_folder(target)
-    if staging.exists():
+    if staging.exists() and not (key and read_journal(staging, key)):
         shutil.rmtree(staging)
-    staging.mkdir()
+    staging.mkdir(exist_ok=True)
     try:
         yield staging
+        (staging / JOURNAL_FILE).unlink(missing_ok=True)
         _put_in_place(staging, target)
+    except KeyboardInterrupt:
+        finished = read_journal(staging, key) if key else {}
+        if not finished:
+            shutil.rmtree(staging, ignore_errors=True)
+        else:
+            logger.warning("%s holds %d finished files; the same command goes on from there", staging, len(finished))
+        raise
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,10 +13,13 @@ from tqdm import tqdm
 from ..modeling_gated.bundle import write_code_bundle
 from .checkpoint import FLOAT_FORMATS, INDEX_FILE, TensorHeader
 from .errors import ConversionError
+from .journal import Journal, NoJournal
 from .plan import ConversionPlan, format_bytes, free_bytes
 
 
-def write_conversion(plan: ConversionPlan, folder: Path, hard_links: bool = True) -> None:
+def write_conversion(
+    plan: ConversionPlan, folder: Path, hard_links: bool = True, resumable: bool = True
+) -> "WrittenFiles":
     """
     Write everything but the shards' places into `folder`; config.json comes last, so that a folder without it is unfinished.
 
@@ -23,20 +27,27 @@ def write_conversion(plan: ConversionPlan, folder: Path, hard_links: bool = True
         plan: What to write.
         folder: Where.
         hard_links: Whether hard links may be advised where the disk is full.
+        resumable: Whether finished shards are taken down in a journal, and those of an earlier run reused.
+
+    Returns:
+        [`WrittenFiles`]
 
     Raises:
         `ConversionError`: not enough room on the disk, or hard links are not possible there.
     """
-    free = free_bytes(folder)
+    free = free_bytes(folder) + sum(path.stat().st_size for path in folder.iterdir())
     if plan.bytes_to_write > free:
         raise ConversionError(
             f"{plan.target} needs {format_bytes(plan.bytes_to_write)}, {format_bytes(free)} are free there; make room"
             + (" or use --link hard, which writes the gates only" if hard_links and not plan.pieces else "")
         )
-    if plan.pieces:
-        _rewrite_shards(plan, folder)
-    else:
-        _place_shards(plan, folder)
+    journal = Journal(folder, plan.fingerprint) if resumable else NoJournal()
+    try:
+        (_rewrite_shards if plan.pieces else _place_shards)(plan, folder, journal)
+    except BaseException:
+        journal.close(wait=False)
+        raise
+    hashes = journal.close()
     if plan.new_tensors:
         write_zero_shard(folder / plan.new_shard, plan.new_tensors)
     _write_json(
@@ -57,30 +68,75 @@ def write_conversion(plan: ConversionPlan, folder: Path, hard_links: bool = True
         _write_json(folder / "generation_config.json", plan.generation_config)
     write_code_bundle(folder)
     plan.config.save_pretrained(folder)
+    return WrittenFiles(hashes, tuple(journal.reused))
 
 
-def _place_shards(plan: ConversionPlan, folder: Path) -> None:
-    linked = plan.options.link == "hard"
-    # On a terminal only; a hard link takes no time worth showing.
-    with tqdm(
-        total=plan.source_bytes, unit="B", unit_scale=True, desc="Copying", disable=True if linked else None
-    ) as bar:
+@dataclass(frozen=True)
+class WrittenFiles:
+    """
+    Attributes:
+        hashes: SHA-256 of the shards that were copied or rewritten, by name.
+        reused: Names of those that an earlier run had finished.
+    """
+
+    hashes: dict[str, str]
+    reused: tuple[str, ...]
+
+
+def _place_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
+    link = plan.options.link
+    # On a terminal only; a link takes no time worth showing.
+    hidden = True if link in ("hard", "reflink") else None
+    with tqdm(total=plan.source_bytes, unit="B", unit_scale=True, desc="Copying", disable=hidden) as bar:
         for shard in plan.shards:
             destination = folder / plan.shard_names[shard.name]
-            if linked:
-                try:
-                    os.link(shard.path, destination)
-                except OSError as error:
-                    raise ConversionError(
-                        f"{shard.path} cannot be hard-linked into {folder.parent} ({error.strerror}); hard links need one file "
-                        "system that has them: use --link copy"
-                    ) from error
-            else:
-                shutil.copyfile(shard.path, destination)
-                bar.update(shard.size)
+            if not journal.has(destination):
+                destination.unlink(missing_ok=True)  # of a run that was killed
+                if link == "hard":
+                    _hard_link(shard.path, destination)
+                elif link == "copy" or not _reflink(shard.path, destination, must=link == "reflink"):
+                    shutil.copyfile(shard.path, destination)
+                    journal.add(destination)
+            bar.update(shard.size)
 
 
-def _rewrite_shards(plan: ConversionPlan, folder: Path) -> None:
+def _hard_link(source: Path, destination: Path) -> None:
+    try:
+        os.link(source, destination)
+    except OSError as error:
+        raise ConversionError(
+            f"{source} cannot be hard-linked into {destination.parent.parent} ({error.strerror}); hard links need one file system "
+            "that has them: use --link copy"
+        ) from error
+
+
+# FICLONE of linux/fs.h: let a file share the blocks of another until either is written to.
+_FICLONE = 0x40049409
+
+
+def _reflink(source: Path, destination: Path, must: bool) -> bool:
+    """
+    Make a copy that shares its blocks with the source. Whether that could be done.
+
+    Raises:
+        `ConversionError`: it could not, and must.
+    """
+    try:
+        import fcntl  # not on Windows
+
+        with source.open("rb") as reading, destination.open("wb") as writing:
+            fcntl.ioctl(writing.fileno(), _FICLONE, reading.fileno())
+        return True
+    except (ImportError, OSError) as error:
+        if must:
+            raise ConversionError(
+                f"{source} cannot be reflinked into {destination.parent.parent} ({getattr(error, 'strerror', None) or error}); that "
+                "needs one file system that can, such as Btrfs or XFS: use --link auto, which copies where it cannot"
+            ) from error
+        return False
+
+
+def _rewrite_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
     """Write each of the source's shards anew, tensor by tensor: `safetensors` would need all of a file in memory."""
     total = sum(piece.header.nbytes for piece in plan.pieces)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=None) as bar:
@@ -88,14 +144,19 @@ def _rewrite_shards(plan: ConversionPlan, folder: Path) -> None:
             pieces = [piece for piece in plan.pieces if piece.source in shard.tensors]
             # Wide formats first keeps every tensor aligned to its own width.
             pieces.sort(key=lambda piece: -FLOAT_FORMATS[piece.header.dtype].itemsize)
+            destination = folder / plan.shard_names[shard.name]
+            if journal.has(destination):
+                bar.update(sum(piece.header.nbytes for piece in pieces))
+                continue
             header, _ = encoded_header({piece.target: piece.header for piece in pieces})
-            with (folder / plan.shard_names[shard.name]).open("wb") as file, safe_open(shard.path, "pt") as source:
+            with destination.open("wb") as file, safe_open(shard.path, "pt") as source:
                 file.write(header)
                 for piece in pieces:
                     for part in piece.read(source):
                         content = part.contiguous().view(torch.uint8).numpy()
                         file.write(content)
                         bar.update(content.nbytes)
+            journal.add(destination)
 
 
 def encoded_header(tensors: dict[str, TensorHeader]) -> tuple[bytes, int]:

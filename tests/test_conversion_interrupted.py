@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import logits_of, save_source, tiny_llama, tree_hashes
+from conftest import TINY_SHAPE, logits_of, randomise, save_source, tiny_llama, tree_hashes
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from gated_attention import GatedAttentionForCausalLM, convert_checkpoint
 from gated_attention.conversion import ConversionError
@@ -130,7 +131,7 @@ def test_old_folder_is_removed_if_a_run_was_killed_after_its_last_rename(source,
     assert leftovers(target) == [target.name]
 
 
-def test_interrupt_cleans_up(source, target):
+def test_interrupted_run_goes_on_where_it_was(source, target):
     script = f"""
 import signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it otherwise
@@ -145,8 +146,103 @@ convert.convert_checkpoint({str(source)!r}, {str(target)!r})
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert errors.strip().endswith("KeyboardInterrupt")
+    assert "1 finished files; the same command goes on from there" in errors
+    assert leftovers(target) == [f".{target.name}.partial"]
+    result = convert_checkpoint(source, target)
+    assert result.written.reused == ("model-00001-of-00002.safetensors",)
+    assert leftovers(target) == [target.name]
+    assert not (target / ".conversion-journal").exists()
+
+
+def test_interrupt_before_anything_is_finished_leaves_nothing(source, target):
+    script = f"""
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from gated_attention.conversion import write
+write.shutil.copyfile = lambda *args: (print("ready", flush=True), time.sleep(60))
+from gated_attention import convert_checkpoint
+convert_checkpoint({str(source)!r}, {str(target)!r})
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors.strip().endswith("KeyboardInterrupt")
     assert leftovers(target) == []
-    assert_next_run_works(source, target)
+
+
+@pytest.fixture(params=["additive", "rewritten"])
+def half_done(request, tmp_path, target):
+    """A source in several files, and what a run that was killed in the middle of them left."""
+    model = tiny_llama() if request.param == "additive" else phi3()
+    source = save_source(tmp_path / "source", model, sharded=True)
+    script = f"""
+import os, signal
+from gated_attention.conversion import convert, journal
+real, done = journal.Journal._take_down, []
+def take_down(self, path):
+    real(self, path)
+    done.append(path)
+    if len(done) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+journal.Journal._take_down = take_down
+convert.convert_checkpoint({str(source)!r}, {str(target)!r}, verify="headers")
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert process.returncode == -signal.SIGKILL
+    return source
+
+
+def phi3():
+    shape = {**TINY_SHAPE, "hidden_size": 40, "pad_token_id": 0}
+    del shape["head_dim"]
+    return randomise(Phi3ForCausalLM(Phi3Config(**shape)))
+
+
+def first_shards(target):
+    partial = target.parent / f".{target.name}.partial"
+    return sorted(path for path in partial.glob("*.safetensors"))[:2]
+
+
+def test_killed_run_goes_on_where_it_was(half_done, target):
+    inodes = {path.name: path.stat().st_ino for path in first_shards(target)}
+    result = convert_checkpoint(half_done, target)
+    assert result.logits_equal
+    assert set(result.written.reused) == set(inodes)
+    assert {name: (target / name).stat().st_ino for name in inodes} == inodes
+    assert leftovers(target) == [target.name]
+
+
+def test_finished_file_that_was_damaged_is_made_again(half_done, target):
+    damaged = first_shards(target)[0]
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    result = convert_checkpoint(half_done, target)
+    assert result.logits_equal
+    assert damaged.name not in result.written.reused and len(result.written.reused) == 1
+
+
+@pytest.mark.parametrize("change", ["source", "options", "journal"])
+def test_what_another_conversion_left_is_not_gone_on_with(half_done, target, change):
+    options = {}
+    if change == "source":
+        os.utime(sorted(half_done.glob("*.safetensors"))[0])
+    elif change == "options":
+        options = {"granularity": "elementwise"}
+    else:
+        (target.parent / f".{target.name}.partial" / ".conversion-journal").write_text("not a journal")
+    result = convert_checkpoint(half_done, target, **options)
+    assert result.logits_equal and result.written.reused == ()
+
+
+def test_last_line_of_a_journal_may_be_cut_off(half_done, target):
+    journal = target.parent / f".{target.name}.partial" / ".conversion-journal"
+    journal.write_text(journal.read_text()[:-20])
+    result = convert_checkpoint(half_done, target)
+    assert result.logits_equal and len(result.written.reused) == 1
 
 
 def test_second_process_on_the_same_target_is_refused(source, target):

@@ -136,7 +136,7 @@ def transfer_sinks(
         for note in plan.notes:
             logger.warning("%s", note)
         with staged_folder(target) as folder:
-            write_conversion(plan, folder, hard_links=False)
+            write_conversion(plan, folder, hard_links=False, resumable=False)
             report = _calibrate(
                 reading,
                 calibration,

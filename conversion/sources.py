@@ -1,0 +1,53 @@
+"""Where a source comes from: a folder, or a repository on the Hub, of which what a conversion needs is fetched."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from .errors import ConversionError
+
+
+# `org/name`, or `org/name@revision`.
+_HUB_ID = re.compile(r"^(?P<repo_id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?$")
+
+# Weights in other formats, and other frameworks' folders.
+_NOT_FETCHED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "onnx/*", "original/*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    Attributes:
+        folder: Where its files are; never written to.
+        repo_id: Its repository on the Hub, if it was given as one.
+        revision: The commit that was fetched.
+    """
+
+    folder: Path
+    repo_id: str | None = None
+    revision: str | None = None
+
+
+def find_source(source: str | Path) -> Source:
+    """
+    A folder as it is; a Hub id `org/name`, or `org/name@revision`, fetched into the Hub's cache. A folder of that name counts first.
+
+    Raises:
+        `ConversionError`: there is no such folder, and no such repository or none that can be reached.
+    """
+    folder = Path(source)
+    match = _HUB_ID.match(str(source))
+    if folder.exists() or match is None:
+        return Source(folder)
+    repo_id, revision = match["repo_id"], match["revision"]
+    try:
+        snapshot = Path(snapshot_download(repo_id, revision=revision, ignore_patterns=list(_NOT_FETCHED)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConversionError(
+            f"{source} is no folder here, and could not be fetched from the Hub ({type(error).__name__}: {error}); give a folder, or "
+            "org/name or org/name@revision of a repository that you can read"
+        ) from error
+    return Source(snapshot, repo_id, snapshot.name)
