@@ -35,6 +35,7 @@ _EXPORTS = {
     "convert_checkpoint": "conversion",
     "predict_transfer": "conversion",
     "transfer_sinks": "conversion",
+    "verify_conversion": "conversion",
     "inspect_model": "diagnostics",
     "inspect_text": "diagnostics",
 }

@@ -98,6 +98,33 @@ def convert(
 
 
 @app.command()
+def verify(
+    source: Annotated[str, typer.Argument(help="Folder or Hub id of what was converted.")],
+    target: Annotated[Path, typer.Argument(help="Folder of the result, as it was converted.")],
+    level: Annotated[
+        Literal["headers", "logits"],
+        typer.Option(help="Config, names, shapes, formats, hashes and numbers; or also run both models and compare."),
+    ] = "logits",
+    layer_by_layer: Annotated[
+        bool | None,
+        typer.Option(
+            "--layer-by-layer/--whole",
+            help="Load one layer of each at a time, or whole models; default: by the memory that is free.",
+        ),
+    ] = None,
+) -> None:
+    """Check a conversion again, by its certificate and against its source: every number, and what both compute."""
+    from .conversion import ConversionError, verify_conversion
+
+    try:
+        verification = verify_conversion(source, target, level, layer_by_layer)
+    except (ConversionError, OSError) as error:
+        _fail(error)
+    for check in verification.checks:
+        typer.echo(check)
+
+
+@app.command()
 def families() -> None:
     """List the model families that can be converted, what happens to their tensors, and what is exact."""
     from .conversion.families import families_table

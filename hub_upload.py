@@ -25,7 +25,9 @@ from safetensors.torch import load_file, save_file
 
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM
 from gated_attention.conversion import ConversionError
+from gated_attention.conversion.certificate import CERTIFICATE_FILE, read_certificate
 from gated_attention.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_checkpoint
+from gated_attention.conversion.journal import hash_file
 from gated_attention.conversion.places import tokenizer_code
 from gated_attention.conversion.plan import format_bytes
 from gated_attention.modeling_gated.bundle import AUTO_MAP, write_code_bundle
@@ -158,6 +160,9 @@ def prepare_upload(
     )
     made_here = {path.name for path in folder.iterdir()} | {"README.md"}
     code = tokenizer_code(source)
+    certificate = valid_certificate(source)
+    if certificate is not None:
+        code = code | {CERTIFICATE_FILE}
     left_out = []
     for root, folders, names in os.walk(source):
         folders[:] = sorted(name for name in folders if not any(fnmatch(name, p) for p in _NOT_UPLOADED_FOLDERS))
@@ -169,8 +174,51 @@ def prepare_upload(
             elif relative not in made_here:
                 left_out.append(relative)
     upload = UploadFolder(folder, checkpoint, config, tuple(left_out))
-    write_card(upload, source / "README.md", repo_id, base_model, license)
+    write_card(upload, source / "README.md", repo_id, base_model, license, certificate)
     return upload
+
+
+def valid_certificate(source: Path) -> dict | None:
+    """
+    The certificate of a conversion, if the folder has one and its weights are still those that it was given for: training and
+    saving leave the file behind.
+    """
+    try:
+        certificate = read_certificate(source)
+    except ConversionError as error:
+        raise UploadError(str(error)) from error
+    files = certificate["result"]["files"] if certificate is not None else {}
+    same = all((source / name).is_file() and hash_file(source / name) == digest for name, digest in files.items())
+    return certificate if files and same else None
+
+
+def conversion_section(certificate: dict) -> list[str]:
+    """What the card says of the conversion."""
+    source, comparison = certificate["source"], certificate["comparison"]
+    name = (
+        f"{source['id']} at revision `{source['revision']}`"
+        if source["id"]
+        else f"a {source['model_type']} checkpoint"
+    )
+    lines = [
+        "## Conversion",
+        "",
+        f"Converted from {name} with gated_attention {certificate['tool']['gated_attention']}.",
+    ]
+    lines += [f"Gates: {certificate['gates']}."]
+    if comparison is not None:
+        largest = max(layer["ulps"] for layer in comparison["layers"])
+        lines += [
+            f"Compared with its source in {comparison['dtype']}, {comparison['method']}, on texts of "
+            f"{', '.join(map(str, comparison['lengths']))} random tokens: outputs of all {len(comparison['layers'])} layers differ by "
+            f"at most {largest} units in the last place."
+        ]
+    lines += [
+        f"`{CERTIFICATE_FILE}` has the hashes of the source's files and of these, and the difference of each layer; "
+        "`gated-attention verify SOURCE FOLDER` checks them all again.",
+        "",
+    ]
+    return lines
 
 
 _POSITIONS = {
@@ -194,7 +242,12 @@ def gates_are_identity(checkpoint: Checkpoint, config: GatedAttentionConfig) -> 
 
 
 def write_card(
-    upload: UploadFolder, source_card: Path, repo_id: str, base_model: str | None, license: str | None
+    upload: UploadFolder,
+    source_card: Path,
+    repo_id: str,
+    base_model: str | None,
+    license: str | None,
+    certificate: dict | None = None,
 ) -> None:
     """Write README.md: metadata, how to load, what the gates are, and the card that the folder had, if any."""
     try:
@@ -211,7 +264,7 @@ def write_card(
         kept["license"] = license
     data = ModelCardData(
         **kept,
-        base_model=base_model,
+        base_model=base_model or (certificate["source"]["id"] if certificate is not None else None),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gated-attention", "custom_code"],
@@ -240,6 +293,8 @@ def write_card(
         "```",
         "",
     ]
+    if certificate is not None:
+        lines += conversion_section(certificate)
     if previous and previous.text.strip():
         lines += ["## Card of the model before it was uploaded here", "", previous.text.strip(), ""]
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)).save(upload.folder / "README.md")

@@ -4,6 +4,7 @@ from .convert import ConversionResult, convert_checkpoint
 from .errors import ConversionError, NothingToTransferError
 from .families import FAMILIES, Family
 from .plan import ConversionOptions, ConversionPlan, plan_conversion
+from .reverify import Verification, verify_conversion
 from .sink_transfer import TransferOptions, TransferReport, predict_transfer, transfer_sinks
 
 
@@ -17,8 +18,10 @@ __all__ = [
     "NothingToTransferError",
     "TransferOptions",
     "TransferReport",
+    "Verification",
     "convert_checkpoint",
     "plan_conversion",
     "predict_transfer",
     "transfer_sinks",
+    "verify_conversion",
 ]

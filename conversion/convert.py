@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .certificate import certificate_of, weight_hashes, write_certificate
 from .initialisation import fill_gates
 from .logits import Comparison, compare_models
 from .places import check_reserved_names
@@ -20,7 +21,7 @@ class ConversionResult:
     """
     Attributes:
         plan: What was done.
-        seconds: Time of each step: `"plan"`, `"write"`, `"headers"` and, if done, `"numbers"` and `"logits"`.
+        seconds: Time of each step: `"plan"`, `"write"` and, if done, `"headers"`, `"numbers"`, `"logits"` and `"hashes"`.
         numbers_equal: `True` after every number of a rewritten checkpoint was compared with the source's.
         comparison: What was found when source and result ran, if they did.
         written: Hashes of the shards, and which of them an earlier run, that was killed, had finished.
@@ -115,4 +116,11 @@ def convert_checkpoint(
                 started = time.perf_counter()
                 comparison = compare_models(plan, folder)
                 seconds["logits"] = time.perf_counter() - started
-    return ConversionResult(plan, seconds, True if "numbers" in seconds else None, comparison, written)
+            numbers_equal = True if "numbers" in seconds else None
+            hashes = ({}, {})
+            if options.verify == "logits":
+                started = time.perf_counter()
+                hashes = weight_hashes(plan, folder, written.hashes)
+                seconds["hashes"] = time.perf_counter() - started
+            write_certificate(folder, certificate_of(plan, found, comparison, numbers_equal, *hashes))
+    return ConversionResult(plan, seconds, numbers_equal, comparison, written)

@@ -110,7 +110,8 @@ def other_files(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], tuple[str, ..
             relative = path.relative_to(checkpoint.folder)
             if not path.exists():
                 raise ConversionError(f"{path} is a link to nothing; complete the download")
-            if relative == Path("config.json") or not path.is_file():
+            # A certificate is of what it came with.
+            if relative in (Path("config.json"), Path("gated_attention_conversion.json")) or not path.is_file():
                 continue
             if any(fnmatch(name, pattern) for pattern in _WEIGHTS):
                 if relative.as_posix() not in used:

@@ -182,7 +182,8 @@ class ConversionPlan:
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
     @property
-    def _gates(self) -> str:
+    def gates(self) -> str:
+        """Where the gates come from, and what they do to the function."""
         if self.family.gates is not None:
             return "the source's own" + ("" if self.family.gates == "g_proj" else ", from its q_proj")
         effect = GATE_STARTS[self.options.init].effect
@@ -197,7 +198,7 @@ class ConversionPlan:
             f"source   {self.source.folder} ({self.family.architecture}, {len(self.source.tensors)} tensors, "
             f"{format_bytes(self.source_bytes)})",
             f"target   {self.target} ({self.config.architectures[0]})",
-            f"gates    {self.config.gate_granularity}, {layers} layers x {heads} heads, {self._gates}",
+            f"gates    {self.config.gate_granularity}, {layers} layers x {heads} heads, {self.gates}",
         ]
         lines += [f"{verb:<9}{old} -> {new}" for old, new in self.shard_names.items()]
         lines += [
