@@ -75,7 +75,7 @@ def write_conversion(
 class WrittenFiles:
     """
     Attributes:
-        hashes: SHA-256 of the shards that were copied or rewritten, by name.
+        hashes: SHA-256 of the shards that were rewritten, by name.
         reused: Names of those that an earlier run had finished.
     """
 
@@ -90,13 +90,13 @@ def _place_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
     with tqdm(total=plan.source_bytes, unit="B", unit_scale=True, desc="Copying", disable=hidden) as bar:
         for shard in plan.shards:
             destination = folder / plan.shard_names[shard.name]
-            if not journal.has(destination):
+            if not journal.has(destination, copy_of=shard.path):
                 destination.unlink(missing_ok=True)  # of a run that was killed
                 if link == "hard":
                     _hard_link(shard.path, destination)
                 elif link == "copy" or not _reflink(shard.path, destination, must=link == "reflink"):
                     shutil.copyfile(shard.path, destination)
-                    journal.add(destination)
+                    journal.add(destination, is_copy=True)
             bar.update(shard.size)
 
 
