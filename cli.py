@@ -65,6 +65,13 @@ def convert(
         Literal["none", "headers", "logits"],
         typer.Option(help="Check nothing; or names, shapes and formats; or run both models and compare them too."),
     ] = "logits",
+    layer_by_layer: Annotated[
+        bool | None,
+        typer.Option(
+            "--layer-by-layer/--whole",
+            help="Compare with one layer of each model in memory, or with whole models; default: by the memory that is free.",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")
     ] = False,
@@ -72,6 +79,7 @@ def convert(
 ) -> None:
     """Add gates to a trained checkpoint without changing what it computes, or read one that has gates in another layout."""
     from .conversion import ConversionError, ConversionOptions, convert_checkpoint, plan_conversion
+    from .conversion.places import check_target
     from .conversion.sources import find_source
 
     try:
@@ -84,9 +92,12 @@ def convert(
             seed=seed,
             link=link,
             verify=verify,
+            layer_by_layer=layer_by_layer,
             overwrite=overwrite,
         )
         if dry_run:
+            if not Path(source).exists():
+                check_target(target, overwrite)  # before anything is fetched
             typer.echo(plan_conversion(find_source(source).folder, target, options).describe())
             return
         result = convert_checkpoint(source, target, options)

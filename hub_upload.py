@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM
 from gated_attention.conversion import ConversionError
-from gated_attention.conversion.certificate import CERTIFICATE_FILE, read_certificate
+from gated_attention.conversion.certificate import read_certificate
 from gated_attention.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_checkpoint
 from gated_attention.conversion.journal import hash_file
-from gated_attention.conversion.places import tokenizer_code
+from gated_attention.conversion.places import CERTIFICATE_FILE, tokenizer_code
 from gated_attention.conversion.plan import format_bytes
 from gated_attention.modeling_gated.bundle import AUTO_MAP, write_code_bundle
 from gated_attention.modeling_gated.gate import is_gate_tensor
@@ -160,7 +160,7 @@ def prepare_upload(
     )
     made_here = {path.name for path in folder.iterdir()} | {"README.md"}
     code = tokenizer_code(source)
-    certificate = valid_certificate(source)
+    certificate = valid_certificate(source, checkpoint)
     if certificate is not None:
         code = code | {CERTIFICATE_FILE}
     left_out = []
@@ -178,18 +178,20 @@ def prepare_upload(
     return upload
 
 
-def valid_certificate(source: Path) -> dict | None:
+def valid_certificate(source: Path, checkpoint: Checkpoint) -> dict | None:
     """
-    The certificate of a conversion, if the folder has one and its weights are still those that it was given for: training and
-    saving leave the file behind.
+    The certificate of a conversion, if the folder has one and the weights that load are still those that it was given for:
+    training and saving leave the file behind.
     """
     try:
         certificate = read_certificate(source)
     except ConversionError as error:
         raise UploadError(str(error)) from error
-    files = certificate["result"]["files"] if certificate is not None else {}
-    same = all((source / name).is_file() and hash_file(source / name) == digest for name, digest in files.items())
-    return certificate if files and same else None
+    if certificate is None:
+        return None
+    files = certificate["result"]["files"]
+    same = all(files.get(shard.name) == hash_file(shard.path) for shard in checkpoint.shards)
+    return certificate if same else None
 
 
 def conversion_section(certificate: dict) -> list[str]:
@@ -208,14 +210,23 @@ def conversion_section(certificate: dict) -> list[str]:
     lines += [f"Gates: {certificate['gates']}."]
     if comparison is not None:
         largest = max(layer["ulps"] for layer in comparison["layers"])
+        conditions = " and ".join(
+            words
+            for words, holds in (
+                ("with projections put together that the conversion took apart", comparison["rejoined"]),
+                ("with its gates set aside, which change what it computes", comparison["gates_set_aside"]),
+            )
+            if holds
+        )
         lines += [
             f"Compared with its source in {comparison['dtype']}, {comparison['method']}, on texts of "
-            f"{', '.join(map(str, comparison['lengths']))} random tokens: outputs of all {len(comparison['layers'])} layers differ by "
-            f"at most {largest} units in the last place."
+            f"{', '.join(map(str, comparison['lengths']))} random tokens{', ' + conditions if conditions else ''}: outputs of all "
+            f"{len(comparison['layers'])} layers differ by at most {largest} units in the last place."
         ]
     lines += [
-        f"`{CERTIFICATE_FILE}` has the hashes of the source's files and of these, and the difference of each layer; "
-        "`gated-attention verify SOURCE FOLDER` checks them all again.",
+        f"`{CERTIFICATE_FILE}` has the hashes of the source's files and of these"
+        + (", and the difference of each layer" if comparison is not None else "")
+        + "; `gated-attention verify SOURCE FOLDER` checks them all again.",
         "",
     ]
     return lines

@@ -7,7 +7,7 @@ Time, bytes and memory of a conversion, beside a plain copy of the checkpoint's 
 Two synthetic checkpoints in bfloat16, sharded, each with one tensor of 1.2 GB: one of the Llama family, whose tensors stay as they
 are, and one of the Phi-3 family, whose fused projections are taken apart. Both are copied with `shutil.copytree` and converted, in
 turn, several times in one run. Timed is what the conversion does between its imports and the finished folder without running the
-models: plan, write (with its hashes), header audit and, where tensors are rewritten, the comparison of every number, which is also
+models: plan, write, header audit and, where tensors are rewritten, the comparison of every number, which is also
 given apart. Memory is that of a process of its own: the peak of its anonymous memory over what it holds after importing torch and
 transformers.
 
@@ -76,7 +76,7 @@ import json, sys
 from gated_attention import convert_checkpoint
 print("ready", flush=True)
 result = convert_checkpoint(sys.argv[1], sys.argv[2], link="copy", verify="headers")
-print(json.dumps(list(result.written.reused)))
+print(json.dumps(list(result.reused)))
 """
 
 # Of the peers: source, target and a folder for scratch in argv. Timed is the job without its imports.

@@ -10,14 +10,16 @@ import transformers
 from tqdm import tqdm
 
 from .._version import __version__
+from .comparison import Comparison
 from .errors import ConversionError
-from .journal import hash_file
-from .logits import Comparison
+from .journal import JOURNAL_FILE, hash_file
+from .places import CERTIFICATE_FILE
 from .plan import ConversionPlan
 from .sources import Source
 
 
-CERTIFICATE_FILE = "gated_attention_conversion.json"
+# Options that decide what the result is; the others are of one run.
+LASTING_OPTIONS = ("granularity", "gate_bias", "init", "init_std", "init_bias", "seed")
 
 
 def certificate_of(
@@ -35,9 +37,13 @@ def certificate_of(
         plan: What was converted.
         source: Where it came from; a folder's path stays out of the certificate.
         comparison, numbers_equal: What was found equal.
-        source_hashes, result_hashes: SHA-256 of the weight files of both, by name; empty if they were not computed.
+        source_hashes, result_hashes: SHA-256 of the weight files of the source and of the result's files, by name; empty if they
+            were not computed.
     """
-    options = asdict(plan.options)
+    # What is in effect, and not what was left to a default that may change.
+    options = {name: getattr(plan.options, name) for name in LASTING_OPTIONS}
+    options |= {"granularity": plan.config.gate_granularity, "gate_bias": plan.config.gate_bias}
+    same_function = plan.options.init == "identity" and comparison is not None
     return {
         "tool": {
             "gated_attention": __version__,
@@ -52,9 +58,10 @@ def certificate_of(
             "files": source_hashes,
         },
         "result": {"files": result_hashes},
-        "options": {name: value for name, value in options.items() if name not in ("overwrite", "link", "verify")},
+        "options": options,
         "gates": plan.gates,
-        "exact": plan.family.tolerance or "bit for bit",
+        "same_function": same_function,
+        "rounds_otherwise": plan.family.tolerance,
         "numbers_equal": numbers_equal,
         "comparison": None if comparison is None else asdict(comparison),
     }
@@ -77,25 +84,40 @@ def read_certificate(folder: Path) -> dict | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        files = (content["source"]["files"], content["result"]["files"], content["options"])
+        tables = [content["source"]["files"], content["result"]["files"], content["options"], content["tool"]]
+        words = [content["gates"], content["tool"]["gated_attention"], content["source"]["model_type"]]
+        comparison = content["comparison"]
+        layers = [] if comparison is None else [layer["ulps"] for layer in comparison["layers"]]
+        names = [content["source"]["id"], content["source"]["revision"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConversionError(f"{path} is not the certificate of a conversion ({error!r}); remove it") from error
-    if not all(isinstance(part, dict) for part in files):
+    kinds = ((tables, dict), (words, str), (layers, int), (names, str | None))
+    if not all(isinstance(one, kind) for several, kind in kinds for one in several):
         raise ConversionError(f"{path} is not the certificate of a conversion; remove it")
     return content
 
 
-def weight_hashes(plan: ConversionPlan, folder: Path, known: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def certified_files(plan: ConversionPlan, folder: Path) -> list[str]:
     """
-    SHA-256 of the weight files of source and result.
+    Names of the result's files that a certificate is given for, in subfolders too: weights, code, tokenizer and whatever else there
+    is. Not the card, and not the config, which says the same in many ways and is compared by what it says.
+    """
+    left_out = ("README.md", "config.json", CERTIFICATE_FILE, JOURNAL_FILE)
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    names = {path.relative_to(folder).as_posix() for path in paths if "__pycache__" not in path.parts}
+    weights = {*plan.shard_names.values(), *([plan.new_shard] if plan.new_tensors else [])}
+    return sorted(names - set(left_out) | weights)
+
+
+def file_hashes(plan: ConversionPlan, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """
+    SHA-256 of the source's weight files, and of the result's files.
 
     Args:
         plan, folder: The result.
-        known: Those of the result's files that were computed already.
     """
-    targets = sorted({*plan.shard_names.values(), *([plan.new_shard] if plan.new_tensors else [])})
-    unread = [folder / name for name in targets if name not in known]
-    sizes = sum(shard.size for shard in plan.source.shards) + sum(path.stat().st_size for path in unread)
+    targets = certified_files(plan, folder)
+    sizes = sum(shard.size for shard in plan.source.shards) + sum((folder / name).stat().st_size for name in targets)
     hashes: dict[tuple[int, int], str] = {}  # of one file under two names once
     with tqdm(total=sizes, unit="B", unit_scale=True, desc="Hashing", disable=None) as bar:
 
@@ -108,5 +130,20 @@ def weight_hashes(plan: ConversionPlan, folder: Path, known: dict[str, str]) -> 
             return hashes[key]
 
         source = {shard.name: of(shard.path) for shard in plan.source.shards}
-        result = {name: known.get(name) or of(folder / name) for name in targets}
+        result = {name: of(folder / name) for name in targets}
     return source, result
+
+
+def check_copies(plan: ConversionPlan, folder: Path, source: dict[str, str], result: dict[str, str]) -> None:
+    """
+    Check by their hashes that the files which a conversion leaves as they are were left so.
+
+    Raises:
+        `ConversionError`: one was not.
+    """
+    for shard in () if plan.pieces else plan.shards:
+        copy = plan.shard_names[shard.name]
+        if source[shard.name] != result[copy]:
+            raise ConversionError(
+                f"{folder / copy} differs from {shard.path} of the source, of which it should be a copy"
+            )

@@ -2,18 +2,20 @@
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from .certificate import certificate_of, weight_hashes, write_certificate
+from .certificate import certificate_of, check_copies, file_hashes, write_certificate
+from .comparison import Comparison
 from .initialisation import fill_gates
-from .logits import Comparison, compare_models
-from .places import check_reserved_names
+from .logits import compare_models
+from .places import check_reserved_names, check_target
 from .plan import ConversionOptions, ConversionPlan, options_from, plan_conversion
 from .sources import find_source
 from .staging import exclusive, staged_folder
 from .verify import audit_headers, compare_numbers
-from .write import WrittenFiles, write_conversion
+from .write import write_conversion
 
 
 @dataclass(frozen=True)
@@ -22,21 +24,27 @@ class ConversionResult:
     Attributes:
         plan: What was done.
         seconds: Time of each step: `"plan"`, `"write"` and, if done, `"headers"`, `"numbers"`, `"logits"` and `"hashes"`.
-        numbers_equal: `True` after every number of a rewritten checkpoint was compared with the source's.
+        numbers_equal: `True` after every number was compared with the source's, or every copied file by its hash.
         comparison: What was found when source and result ran, if they did.
-        written: Hashes of the shards, and which of them an earlier run, that was killed, had finished.
+        reused: Names of the shards that an earlier run, that was stopped, had finished.
     """
 
     plan: ConversionPlan
     seconds: dict[str, float]
     numbers_equal: bool | None = None
     comparison: Comparison | None = None
-    written: WrittenFiles = field(default_factory=lambda: WrittenFiles({}, ()))
+    reused: tuple[str, ...] = ()
+
+    @property
+    def outputs_equal(self) -> bool | None:
+        """`True` after source and result ran, whole or layer by layer, and gave the same bits under the comparison's conditions."""
+        return True if self.comparison is not None else None
 
     @property
     def logits_equal(self) -> bool | None:
-        """`True` after source and result ran and gave the same bits."""
-        return True if self.comparison is not None else None
+        """`True` after both ran whole, with the gates that they have, and gave the same bits."""
+        whole = self.comparison is not None and self.comparison.logits == 0
+        return True if whole and not self.comparison.gates_set_aside else None
 
     @property
     def checked(self) -> str:
@@ -49,11 +57,8 @@ class ConversionResult:
         if self.comparison is None:
             return f"{numbers}transformers has no class for the source, so logits were not compared"
         source = "the source's" if self.plan.family.has_stock_class else "those without gates"
-        if self.plan.options.init != "identity":
-            source += " where the gates are set aside"
         what = "logits" if self.comparison.logits is not None else "every layer's output"
-        rejoined = ", with the projections put together that were taken apart" if self.comparison.rejoined else ""
-        return f"{numbers}{what} equal to {source}, bit for bit in {self.comparison.dtype}{rejoined}"
+        return f"{numbers}{what} equal to {source}, bit for bit in {self.comparison.dtype}{self.comparison.conditions}"
 
 
 def convert_checkpoint(
@@ -90,6 +95,8 @@ def convert_checkpoint(
     target = Path(os.path.abspath(target))
     seconds = {}
 
+    if not Path(source).exists():
+        check_target(target, options.overwrite)  # before anything is fetched
     found = find_source(source)
     check_reserved_names(found.folder, target)
     with exclusive(target):
@@ -97,9 +104,10 @@ def convert_checkpoint(
         plan = plan_conversion(found.folder, target, options)
         seconds["plan"] = time.perf_counter() - started
 
-        with staged_folder(target, plan.fingerprint) as folder:
+        again = partial(check_target, target, options.overwrite)  # what may have appeared there meanwhile
+        with staged_folder(target, plan.fingerprint, before_placing=again) as folder:
             started = time.perf_counter()
-            written = write_conversion(plan, folder)
+            reused = write_conversion(plan, folder)
             fill_gates(plan, folder)
             seconds["write"] = time.perf_counter() - started
 
@@ -114,13 +122,15 @@ def convert_checkpoint(
                     seconds["numbers"] = time.perf_counter() - started
             if options.verify == "logits":
                 started = time.perf_counter()
-                comparison = compare_models(plan, folder)
+                comparison = compare_models(plan, folder, options.layer_by_layer)
                 seconds["logits"] = time.perf_counter() - started
             numbers_equal = True if "numbers" in seconds else None
             hashes = ({}, {})
             if options.verify == "logits":
                 started = time.perf_counter()
-                hashes = weight_hashes(plan, folder, written.hashes)
+                hashes = file_hashes(plan, folder)
+                check_copies(plan, folder, *hashes)
                 seconds["hashes"] = time.perf_counter() - started
+                numbers_equal = True
             write_certificate(folder, certificate_of(plan, found, comparison, numbers_equal, *hashes))
-    return ConversionResult(plan, seconds, numbers_equal, comparison, written)
+    return ConversionResult(plan, seconds, numbers_equal, comparison, reused)

@@ -173,6 +173,9 @@ def _translate(
         if not hasattr(source_config, theirs) and theirs not in family.config_defaults:
             raise AttributeError(f"the config of a {family.model_type} model must have {theirs}")
     fields["rope_parameters"] = _rope_parameters(source_config)
+    if fields.get("no_rope_layers") is not None:
+        # SmolLM3 takes lists that are longer than the model.
+        fields["no_rope_layers"] = list(fields["no_rope_layers"])[: source_config.num_hidden_layers]
     fields |= _window_fields(family, source_config)
     experts = _expert_fields(family, source_config)
     fixed = {

@@ -1,8 +1,8 @@
-"""Which files of a conversion are finished, so that a run that was killed can go on where it was."""
+"""Which files of a conversion are finished, so that a run that was stopped can go on where it was."""
 
 import hashlib
 import json
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -22,10 +22,9 @@ def hash_file(path: Path) -> str:
 
 class Journal:
     """
-    A file in the folder of an unfinished conversion: what is being made, then a line for each finished file, with its hash.
+    A file in the folder of an unfinished conversion: what is being made, then a line for each finished file.
 
-    Files are hashed in the background while the next is written; `hashlib` lets other threads work meanwhile. A mere copy is
-    not: should it be gone on with, its source can be hashed then.
+    Nothing is hashed while it is written: should a run be gone on with, what a file has to be can be told from the source.
 
     Args:
         folder: The unfinished folder.
@@ -36,47 +35,21 @@ class Journal:
         self.path = folder / JOURNAL_FILE
         self.finished = read_journal(folder, key)
         self.reused: list[str] = []
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")
-        self._pending: list[Future] = []
         if not self.finished:
             self.path.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
 
-    def has(self, path: Path, copy_of: Path | None = None) -> bool:
-        """Whether an earlier run finished a file, and it is still what it was: by its hash, or by that of what it is a copy of."""
-        if path.name not in self.finished or not path.is_file():
-            return False
-        if copy_of is not None and path.stat().st_size != copy_of.stat().st_size:
-            return False
-        known = self.finished[path.name] if copy_of is None else hash_file(copy_of)
-        if hash_file(path) != known:
+    def has(self, path: Path, expected_hash: Callable[[], str]) -> bool:
+        """Whether an earlier run finished a file, and it is what it has to be, by its hash."""
+        if path.name not in self.finished or not path.is_file() or hash_file(path) != expected_hash():
             return False
         self.reused.append(path.name)
         return True
 
-    def add(self, path: Path, is_copy: bool = False) -> None:
+    def add(self, path: Path) -> None:
         """Take down a file that was just finished."""
-        if is_copy:
-            self._take_down(path, None)
-        else:
-            self._pending.append(self._executor.submit(lambda: self._take_down(path, hash_file(path))))
-
-    def _take_down(self, path: Path, digest: str | None) -> None:
-        self.finished[path.name] = digest
+        self.finished.append(path.name)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"file": path.name, "sha256": digest}) + "\n")
-
-    def close(self, wait: bool = True) -> dict[str, str]:
-        """
-        Wait for the hashes.
-
-        Returns:
-            `dict[str, str]`: name and hash of each finished file that was hashed.
-        """
-        self._executor.shutdown(wait=wait, cancel_futures=not wait)
-        if wait:
-            for future in self._pending:
-                future.result()
-        return {name: digest for name, digest in self.finished.items() if digest is not None}
+            file.write(json.dumps({"file": path.name}) + "\n")
 
 
 class NoJournal:
@@ -84,29 +57,25 @@ class NoJournal:
 
     reused = ()
 
-    def has(self, path: Path, copy_of: Path | None = None) -> bool:
+    def has(self, path: Path, expected_hash: Callable[[], str]) -> bool:
         return False
 
-    def add(self, path: Path, is_copy: bool = False) -> None:
+    def add(self, path: Path) -> None:
         pass
 
-    def close(self, wait: bool = True) -> dict[str, str]:
-        return {}
 
-
-def read_journal(folder: Path, key: str) -> dict[str, str | None]:
-    """The finished files of an unfinished conversion with this key, with the hashes it has; none if there is no such."""
+def read_journal(folder: Path, key: str) -> list[str]:
+    """The finished files of an unfinished conversion with this key; none if there is no such."""
     try:
         lines = (folder / JOURNAL_FILE).read_text(encoding="utf-8").splitlines()
         if json.loads(lines[0])["key"] != key:
-            return {}
+            return []
     except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return {}
-    finished = {}
+        return []
+    finished = []
     for line in lines[1:]:
         try:
-            entry = json.loads(line)
-            finished[entry["file"]] = entry["sha256"]
+            finished.append(json.loads(line)["file"])
         except (ValueError, KeyError, TypeError):
             break  # the last line of a run that was killed while it wrote it
     return finished

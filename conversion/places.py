@@ -10,6 +10,9 @@ from .errors import ConversionError
 from .staging import partial_folder, replaced_folder
 
 
+# Name of the certificate that a conversion leaves in its result.
+CERTIFICATE_FILE = "gated_attention_conversion.json"
+
 # Not copied: weights in any format, other frameworks' folders, and what belongs to the place a folder lay in.
 _WEIGHTS = (
     "*.safetensors",
@@ -44,10 +47,10 @@ def check_reserved_names(source: Path, target: Path) -> None:
 
 def check_places(source: Path, target: Path, overwrite: bool) -> None:
     """
-    Refuse a target that is in the way of something.
+    Refuse a source and a target that overlap, and what [`check_target`] refuses.
 
     Raises:
-        `ConversionError`: source and target overlap; the target is a link, a file, or a folder that may not be replaced.
+        `ConversionError`: they do.
     """
     real_source, real_target = source.resolve(), target.resolve()
     if real_target == real_source:
@@ -56,6 +59,16 @@ def check_places(source: Path, target: Path, overwrite: bool) -> None:
         raise ConversionError(
             f"the source {source} and the target {target} lie within each other; give a folder apart"
         )
+    check_target(target, overwrite)
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """
+    Refuse a target that is in the way of something.
+
+    Raises:
+        `ConversionError`: the target is a link, a file, or a folder that may not be replaced.
+    """
     if target.is_symlink():
         raise ConversionError(f"the target {target} is a symbolic link; give the folder itself, or remove the link")
     parent = next(folder for folder in target.parents if folder.exists())
@@ -111,7 +124,7 @@ def other_files(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], tuple[str, ..
             if not path.exists():
                 raise ConversionError(f"{path} is a link to nothing; complete the download")
             # A certificate is of what it came with.
-            if relative in (Path("config.json"), Path("gated_attention_conversion.json")) or not path.is_file():
+            if relative in (Path("config.json"), Path(CERTIFICATE_FILE)) or not path.is_file():
                 continue
             if any(fnmatch(name, pattern) for pattern in _WEIGHTS):
                 if relative.as_posix() not in used:

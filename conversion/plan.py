@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -51,6 +51,8 @@ class ConversionOptions:
             `"auto"` is `"reflink"` where that can be, else `"copy"`. `"hard"` makes hard links: no space, no time, the same file.
         verify: `"none"` checks nothing. `"headers"` audits names, shapes and formats, and where tensors were rewritten compares
             every number with the source's. `"logits"` also runs both models, whole or layer by layer, and compares their outputs.
+        layer_by_layer: Whether `"logits"` loads one layer of each model at a time. By default where the models are large for the
+            memory that is free.
         overwrite: Whether a model folder at the target is replaced, as a whole.
     """
 
@@ -62,6 +64,7 @@ class ConversionOptions:
     seed: int = 0
     link: Link = "auto"
     verify: Verify = "logits"
+    layer_by_layer: bool | None = None
     overwrite: bool = False
 
     def __post_init__(self):
@@ -73,10 +76,20 @@ class ConversionOptions:
         for name in ("gate_bias", "overwrite"):
             if not isinstance(getattr(self, name), bool):
                 raise ConversionError(f"`{name}` must be True or False, got {getattr(self, name)!r}")
+        if self.layer_by_layer not in (None, True, False):
+            raise ConversionError(f"`layer_by_layer` must be True, False or None, got {self.layer_by_layer!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConversionError(f"`seed` must be an integer, 0 or more and below 2**63, got {self.seed!r}")
+        for name, of in (("init_std", "normal"), ("seed", "normal"), ("init_bias", "open")):
+            default = next(field.default for field in fields(self) if field.name == name)
+            if self.init != of and getattr(self, name) != default:
+                raise ConversionError(
+                    f"`{name}` must be left out with init {self.init!r}: it is for {of!r}; got {getattr(self, name)!r}"
+                )
         if not (isinstance(self.init_std, (int, float)) and 0 <= self.init_std < float("inf")):
             raise ConversionError(f"`init_std` must be a finite number, 0 or more, got {self.init_std!r}")
-        if not (isinstance(self.init_bias, (int, float)) and abs(self.init_bias) < float("inf")):
-            raise ConversionError(f"`init_bias` must be a finite number, got {self.init_bias!r}")
+        if not (isinstance(self.init_bias, (int, float)) and abs(self.init_bias) <= 1000):
+            raise ConversionError(f"`init_bias` must be a number from -1000 to 1000, got {self.init_bias!r}")
 
     @property
     def has_gate_bias(self) -> bool:

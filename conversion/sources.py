@@ -5,16 +5,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from .errors import ConversionError
 
 
 # `org/name`, or `org/name@revision`.
-_HUB_ID = re.compile(r"^(?P<repo_id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?$")
+_HUB_ID = re.compile(r"^(?P<repo_id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?$")
 
-# Weights in other formats, and other frameworks' folders.
-_NOT_FETCHED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "onnx/*", "original/*")
+# Weights in other formats, or a second time, and other frameworks' folders.
+_NOT_FETCHED = (
+    "consolidated*",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+    "onnx/*",
+    "original/*",
+)
 
 
 @dataclass(frozen=True)
@@ -31,9 +43,13 @@ class Source:
     revision: str | None = None
 
 
-def find_source(source: str | Path) -> Source:
+def find_source(source: str | Path, revision: str | None = None) -> Source:
     """
     A folder as it is; a Hub id `org/name`, or `org/name@revision`, fetched into the Hub's cache. A folder of that name counts first.
+
+    Args:
+        source: The folder or the id.
+        revision: What to fetch where the id names none.
 
     Raises:
         `ConversionError`: there is no such folder, and no such repository or none that can be reached.
@@ -42,10 +58,10 @@ def find_source(source: str | Path) -> Source:
     match = _HUB_ID.match(str(source))
     if folder.exists() or match is None:
         return Source(folder)
-    repo_id, revision = match["repo_id"], match["revision"]
+    repo_id, revision = match["repo_id"], match["revision"] or revision
     try:
         snapshot = Path(snapshot_download(repo_id, revision=revision, ignore_patterns=list(_NOT_FETCHED)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConversionError(
             f"{source} is no folder here, and could not be fetched from the Hub ({type(error).__name__}: {error}); give a folder, or "
             "org/name or org/name@revision of a repository that you can read"

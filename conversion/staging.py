@@ -4,7 +4,7 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,25 +54,33 @@ def exclusive(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def staged_folder(target: Path, key: str | None = None) -> Iterator[Path]:
+def staged_folder(
+    target: Path, key: str | None = None, before_placing: Callable[[], None] | None = None
+) -> Iterator[Path]:
     """
     A hidden folder beside `target` that takes its place when the block ends well, and disappears when it does not. What was
     at `target` stays there until then.
 
-    A run that was killed or interrupted leaves the hidden folder. The next one goes on with it if its journal has finished files
-    of a conversion with the same `key`, and clears it if not.
+    A run that was killed, interrupted or stopped by the machine (a full disk, a read error) leaves the hidden folder. The next
+    one goes on with it if its journal has finished files of a conversion with the same `key`, and clears it if not.
+
+    Args:
+        target: Folder to make.
+        key: Says what is being made.
+        before_placing: Called before the folder takes its place, to look again at what is there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = partial_folder(target)
-    if staging.exists() and not (key and read_journal(staging, key)):
-        shutil.rmtree(staging)
+    _clear(staging, read_journal(staging, key) if key else [])
     staging.mkdir(exist_ok=True)
     try:
         yield staging
+        if before_placing is not None:
+            before_placing()
         (staging / JOURNAL_FILE).unlink(missing_ok=True)
         _put_in_place(staging, target)
-    except KeyboardInterrupt:
-        finished = read_journal(staging, key) if key else {}
+    except (KeyboardInterrupt, MemoryError, OSError):
+        finished = read_journal(staging, key) if key else []
         if not finished:
             shutil.rmtree(staging, ignore_errors=True)
         else:
@@ -81,6 +89,18 @@ def staged_folder(target: Path, key: str | None = None) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def _clear(staging: Path, finished: list[str]) -> None:
+    """Remove what an earlier run left, but for finished files and their journal."""
+    if not finished:
+        shutil.rmtree(staging, ignore_errors=True)
+        return
+    for path in staging.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in finished and path.name != JOURNAL_FILE:
+            path.unlink()
 
 
 def _put_in_place(staging: Path, target: Path) -> None:

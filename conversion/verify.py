@@ -21,6 +21,13 @@ def audit_headers(plan: ConversionPlan, folder: Path) -> None:
         `ConversionError`: they differ.
     """
     written = read_checkpoint(folder)  # refuses what the index and the shards do not agree on
+    names = {*plan.shard_names.values(), *([plan.new_shard] if plan.new_tensors else [])}
+    found = {shard.name for shard in written.shards}
+    if found != names:
+        raise ConversionError(
+            f"{folder} has the weight files {', '.join(sorted(found)[:3])}, a conversion would have made {', '.join(sorted(names)[:3])}: "
+            "it was saved again since, or has another number of files"
+        )
     expected = plan.tensors
     if written.tensors != expected:
         different = sorted(
@@ -29,7 +36,7 @@ def audit_headers(plan: ConversionPlan, folder: Path) -> None:
             if written.tensors.get(name) != expected.get(name)
         )
         raise ConversionError(
-            f"what was written differs from the plan in {', '.join(different[:5])}: did the source change meanwhile?"
+            f"{folder} differs from what a conversion gives in {', '.join(different[:5])}: the source or the result was changed"
         )
     if plan.pieces:
         return

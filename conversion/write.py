@@ -1,27 +1,32 @@
 """Writes a planned conversion into a folder."""
 
+import errno
+import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from tqdm import tqdm
 
 from ..modeling_gated.bundle import write_code_bundle
-from .checkpoint import FLOAT_FORMATS, INDEX_FILE, TensorHeader
+from .checkpoint import FLOAT_FORMATS, INDEX_FILE, Shard, TensorHeader
 from .errors import ConversionError
-from .journal import Journal, NoJournal
+from .journal import Journal, NoJournal, hash_file
 from .plan import ConversionPlan, format_bytes, free_bytes
+
+
+# What is copied between two looks at the progress bar, and what is held in memory where bytes go through it.
+_CHUNK_BYTES = 32 * 2**20
 
 
 def write_conversion(
     plan: ConversionPlan, folder: Path, hard_links: bool = True, resumable: bool = True
-) -> "WrittenFiles":
+) -> tuple[str, ...]:
     """
-    Write everything but the shards' places into `folder`; config.json comes last, so that a folder without it is unfinished.
+    Write a result into `folder`: its shards, the new ones with zeros, index, config, code and the source's other files.
 
     Args:
         plan: What to write.
@@ -30,24 +35,22 @@ def write_conversion(
         resumable: Whether finished shards are taken down in a journal, and those of an earlier run reused.
 
     Returns:
-        [`WrittenFiles`]
+        `tuple[str, ...]`: names of the shards that an earlier run had finished.
 
     Raises:
         `ConversionError`: not enough room on the disk, or hard links are not possible there.
     """
     free = free_bytes(folder) + sum(path.stat().st_size for path in folder.iterdir())
-    if plan.bytes_to_write > free:
+    needed = plan.bytes_to_write
+    if plan.options.link == "auto" and not plan.pieces and _can_reflink(plan, folder):
+        needed -= plan.source_bytes
+    if needed > free:
         raise ConversionError(
-            f"{plan.target} needs {format_bytes(plan.bytes_to_write)}, {format_bytes(free)} are free there; make room"
+            f"{plan.target} needs {format_bytes(needed)}, {format_bytes(free)} are free there; make room"
             + (" or use --link hard, which writes the gates only" if hard_links and not plan.pieces else "")
         )
     journal = Journal(folder, plan.fingerprint) if resumable else NoJournal()
-    try:
-        (_rewrite_shards if plan.pieces else _place_shards)(plan, folder, journal)
-    except BaseException:
-        journal.close(wait=False)
-        raise
-    hashes = journal.close()
+    (_rewrite_shards if plan.pieces else _place_shards)(plan, folder, journal)
     if plan.new_tensors:
         write_zero_shard(folder / plan.new_shard, plan.new_tensors)
     _write_json(
@@ -68,19 +71,7 @@ def write_conversion(
         _write_json(folder / "generation_config.json", plan.generation_config)
     write_code_bundle(folder)
     plan.config.save_pretrained(folder)
-    return WrittenFiles(hashes, tuple(journal.reused))
-
-
-@dataclass(frozen=True)
-class WrittenFiles:
-    """
-    Attributes:
-        hashes: SHA-256 of the shards that were rewritten, by name.
-        reused: Names of those that an earlier run had finished.
-    """
-
-    hashes: dict[str, str]
-    reused: tuple[str, ...]
+    return tuple(journal.reused)
 
 
 def _place_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
@@ -90,13 +81,13 @@ def _place_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
     with tqdm(total=plan.source_bytes, unit="B", unit_scale=True, desc="Copying", disable=hidden) as bar:
         for shard in plan.shards:
             destination = folder / plan.shard_names[shard.name]
-            if not journal.has(destination, copy_of=shard.path):
+            if not journal.has(destination, partial(hash_file, shard.path)):
                 destination.unlink(missing_ok=True)  # of a run that was killed
                 if link == "hard":
                     _hard_link(shard.path, destination)
                 elif link == "copy" or not _reflink(shard.path, destination, must=link == "reflink"):
                     shutil.copyfile(shard.path, destination)
-                    journal.add(destination, is_copy=True)
+                    journal.add(destination)
             bar.update(shard.size)
 
 
@@ -112,6 +103,14 @@ def _hard_link(source: Path, destination: Path) -> None:
 
 # FICLONE of linux/fs.h: let a file share the blocks of another until either is written to.
 _FICLONE = 0x40049409
+
+
+def _can_reflink(plan: ConversionPlan, folder: Path) -> bool:
+    probe = folder / ".reflink-probe"
+    try:
+        return _reflink(plan.shards[0].path, probe, must=False)
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _reflink(source: Path, destination: Path, must: bool) -> bool:
@@ -137,26 +136,80 @@ def _reflink(source: Path, destination: Path, must: bool) -> bool:
 
 
 def _rewrite_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
-    """Write each of the source's shards anew, tensor by tensor: `safetensors` would need all of a file in memory."""
+    """Write each of the source's shards anew: a header, and ranges of the source's bytes, which need not go through memory."""
     total = sum(piece.header.nbytes for piece in plan.pieces)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=None) as bar:
         for shard in plan.shards:
-            pieces = [piece for piece in plan.pieces if piece.source in shard.tensors]
-            # Wide formats first keeps every tensor aligned to its own width.
-            pieces.sort(key=lambda piece: -FLOAT_FORMATS[piece.header.dtype].itemsize)
+            header, ranges = _rewritten(plan, shard)
             destination = folder / plan.shard_names[shard.name]
-            if journal.has(destination):
-                bar.update(sum(piece.header.nbytes for piece in pieces))
+            if journal.has(destination, partial(_hash_of_ranges, shard.path, header, ranges)):
+                bar.update(sum(count for _, count in ranges))
                 continue
-            header, _ = encoded_header({piece.target: piece.header for piece in pieces})
-            with destination.open("wb") as file, safe_open(shard.path, "pt") as source:
+            with shard.path.open("rb") as source, destination.open("wb") as file:
                 file.write(header)
-                for piece in pieces:
-                    for part in piece.read(source):
-                        content = part.contiguous().view(torch.uint8).numpy()
-                        file.write(content)
-                        bar.update(content.nbytes)
+                file.flush()
+                for start, count in ranges:
+                    _copy_range(source.fileno(), file.fileno(), start, count, bar)
             journal.add(destination)
+
+
+def _rewritten(plan: ConversionPlan, shard: Shard) -> tuple[bytes, list[tuple[int, int]]]:
+    """The header of a shard's counterpart, and which bytes of the shard follow it: (first, how many), in order."""
+    # Wide formats first keeps every tensor aligned to its own width.
+    pieces = [piece for piece in plan.pieces if piece.source in shard.tensors]
+    pieces.sort(key=lambda piece: -FLOAT_FORMATS[piece.header.dtype].itemsize)
+    header, _ = encoded_header({piece.target: piece.header for piece in pieces})
+    begins = data_begins(shard.path)
+    ranges: list[tuple[int, int]] = []
+    for piece in pieces:
+        source = shard.tensors[piece.source]
+        height = source.shape[0] if piece.expert is None else source.shape[1]
+        experts = 1 if piece.expert is None else source.shape[0]
+        row = source.nbytes // max(1, height * experts)
+        first_row = (piece.expert or 0) * height
+        ranges += [
+            (begins[piece.source] + (first_row + start) * row, (end - start) * row) for start, end in piece.rows
+        ]
+    return header, [(start, count) for start, count in ranges if count]
+
+
+def data_begins(path: Path) -> dict[str, int]:
+    """At which byte of a safetensors file each tensor begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _copy_range(source: int, destination: int, start: int, count: int, bar: tqdm) -> None:
+    """Copy bytes from one open file to the end of another, in the kernel where it can."""
+    while count:
+        size = min(count, _CHUNK_BYTES)
+        try:
+            copied = os.copy_file_range(source, destination, size, offset_src=start)
+        except (AttributeError, OSError) as error:  # not on this system, or not between these file systems
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT):
+                raise
+            copied = os.write(destination, os.pread(source, size, start))
+        if copied == 0:
+            raise OSError(errno.EIO, "the source became shorter while it was read")
+        start, count = start + copied, count - copied
+        bar.update(copied)
+
+
+def _hash_of_ranges(path: Path, header: bytes, ranges: list[tuple[int, int]]) -> str:
+    """What the hash of a rewritten shard has to be."""
+    digest = hashlib.sha256(header)
+    with path.open("rb", buffering=0) as file:
+        for start, count in ranges:
+            file.seek(start)
+            while count:
+                block = file.read(min(count, _CHUNK_BYTES))
+                if not block:
+                    return ""
+                digest.update(block)
+                count -= len(block)
+    return digest.hexdigest()
 
 
 def encoded_header(tensors: dict[str, TensorHeader]) -> tuple[bytes, int]:

@@ -329,7 +329,7 @@ def test_plan_says_what_will_be_written(sharded_source, target):
     convert_checkpoint(sharded_source, target, plan.options)
     written = sum(path.stat().st_size for path in target.rglob("*") if path.is_file() and path.stat().st_nlink == 1)
     # The plan counts tensors and files, not the headers, the index and the config (a few kB).
-    assert 0 <= written - plan.bytes_to_write < 10_000
+    assert 0 <= written - plan.bytes_to_write < 20_000
     assert plan.new_bytes == 3 * 32 * 40 * 4
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == plan.weight_map

@@ -44,8 +44,11 @@ def test_read_error_on_the_second_shard(sharded_source, target, monkeypatch, ove
     with pytest.raises(OSError, match="Input/output error"):
         convert_checkpoint(sharded_source, target, overwrite=overwrite)
     assert len(copied) == 2
-    assert tree_hashes(sharded_source.parent) == before
+    partial = target.parent / f".{target.name}.partial"
+    assert [path.name for path in partial.glob("*.safetensors")] != []  # what was finished stays for the next run
     monkeypatch.undo()
+    shutil.rmtree(partial)
+    assert tree_hashes(sharded_source.parent) == before
     if overwrite:
         shutil.rmtree(target)
     assert_next_run_works(sharded_source, target)
@@ -149,7 +152,7 @@ convert.convert_checkpoint({str(source)!r}, {str(target)!r})
     assert "1 finished files; the same command goes on from there" in errors
     assert leftovers(target) == [f".{target.name}.partial"]
     result = convert_checkpoint(source, target)
-    assert result.written.reused == ("model-00001-of-00002.safetensors",)
+    assert result.reused == ("model-00001-of-00002.safetensors",)
     assert leftovers(target) == [target.name]
     assert not (target / ".conversion-journal").exists()
 
@@ -181,13 +184,13 @@ def half_done(request, tmp_path, target):
     script = f"""
 import os, signal
 from gated_attention.conversion import convert, journal
-real, done = journal.Journal._take_down, []
-def take_down(self, path, digest):
-    real(self, path, digest)
+real, done = journal.Journal.add, []
+def add(self, path):
+    real(self, path)
     done.append(path)
     if len(done) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-journal.Journal._take_down = take_down
+journal.Journal.add = add
 convert.convert_checkpoint({str(source)!r}, {str(target)!r}, verify="headers")
 """
     process = subprocess.run([sys.executable, "-c", script], capture_output=True)
@@ -210,7 +213,7 @@ def test_killed_run_goes_on_where_it_was(half_done, target):
     inodes = {path.name: path.stat().st_ino for path in first_shards(target)}
     result = convert_checkpoint(half_done, target)
     assert result.logits_equal
-    assert set(result.written.reused) == set(inodes)
+    assert set(result.reused) == set(inodes)
     assert {name: (target / name).stat().st_ino for name in inodes} == inodes
     assert leftovers(target) == [target.name]
 
@@ -222,7 +225,7 @@ def test_finished_file_that_was_damaged_is_made_again(half_done, target):
     damaged.write_bytes(content)
     result = convert_checkpoint(half_done, target)
     assert result.logits_equal
-    assert damaged.name not in result.written.reused and len(result.written.reused) == 1
+    assert damaged.name not in result.reused and len(result.reused) == 1
 
 
 @pytest.mark.parametrize("change", ["source", "options", "journal"])
@@ -235,14 +238,58 @@ def test_what_another_conversion_left_is_not_gone_on_with(half_done, target, cha
     else:
         (target.parent / f".{target.name}.partial" / ".conversion-journal").write_text("not a journal")
     result = convert_checkpoint(half_done, target, **options)
-    assert result.logits_equal and result.written.reused == ()
+    assert result.logits_equal and result.reused == ()
+
+
+def test_other_files_that_a_killed_run_left_are_not_taken_over(half_done, target):
+    partial = target.parent / f".{target.name}.partial"
+    (partial / "old_notes.txt").write_text("removed from the source since")
+    (partial / "images" / "deep").mkdir(parents=True, exist_ok=True)
+    result = convert_checkpoint(half_done, target)
+    assert len(result.reused) == 2
+    assert not (target / "old_notes.txt").exists() and not (target / "images" / "deep").exists()
+
+
+def test_a_run_that_met_a_full_disk_goes_on_where_it_was(sharded_source, target, monkeypatch):
+    real_copyfile, copied = shutil.copyfile, []
+
+    def full_disk(source, destination):
+        if len(copied) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(destination))
+        copied.append(destination.name)
+        return real_copyfile(source, destination)
+
+    monkeypatch.setattr(shutil, "copyfile", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        convert_checkpoint(sharded_source, target)
+    monkeypatch.undo()
+    result = convert_checkpoint(sharded_source, target)
+    assert list(result.reused) == copied and result.logits_equal
+
+
+def test_what_appears_at_the_target_meanwhile_is_not_lost(source, target, monkeypatch):
+    from gated_attention.conversion import convert
+
+    real_audit = convert.audit_headers
+
+    def meanwhile(*arguments):
+        real_audit(*arguments)
+        target.mkdir()
+        (target / "thesis.txt").write_text("the only copy")
+
+    monkeypatch.setattr(convert, "audit_headers", meanwhile)
+    for overwrite in (False, True):
+        with pytest.raises(ConversionError, match=r"not empty|does not look like a model"):
+            convert_checkpoint(source, target, overwrite=overwrite)
+        assert (target / "thesis.txt").read_text() == "the only copy"
+        shutil.rmtree(target)
 
 
 def test_last_line_of_a_journal_may_be_cut_off(half_done, target):
     journal = target.parent / f".{target.name}.partial" / ".conversion-journal"
     journal.write_text(journal.read_text()[:-20])
     result = convert_checkpoint(half_done, target)
-    assert result.logits_equal and len(result.written.reused) == 1
+    assert result.logits_equal and len(result.reused) == 1
 
 
 def test_second_process_on_the_same_target_is_refused(source, target):

@@ -33,8 +33,9 @@ def test_initialisations_begin_as_they_say(source, target, tmp_path, granularity
     for init in ("identity", "normal", "open", "zeros"):
         result = convert_checkpoint(source, tmp_path / init, granularity=granularity, init=init)
         # The rest of the model is compared with the gates set aside.
-        assert result.logits_equal
-        assert ("gates are set aside" in result.checked) == (init != "identity")
+        assert result.outputs_equal
+        assert result.logits_equal == (True if init == "identity" else None)
+        assert ("gates set aside" in result.checked) == (init != "identity")
         assert init == "identity" or "exactly 1" not in result.plan.describe()
         models[init] = AutoModelForCausalLM.from_pretrained(tmp_path / init)
     gates = {init: gates_of(model) for init, model in models.items()}
@@ -69,8 +70,15 @@ def test_bias_of_open_gates_is_the_options(source, target):
     ("options", "words"),
     [
         ({"init": "random"}, ["init", "identity", "'random'"]),
-        ({"init_std": -1.0}, ["init_std", "0 or more", "-1.0"]),
-        ({"init_bias": float("nan")}, ["init_bias", "finite", "nan"]),
+        ({"init": "normal", "init_std": -1.0}, ["init_std", "0 or more", "-1.0"]),
+        ({"init": "open", "init_bias": float("nan")}, ["init_bias", "1000", "nan"]),
+        ({"init": "open", "init_bias": 1e6}, ["init_bias", "1000", "1000000.0"]),
+        ({"init": "normal", "seed": 2**64}, ["seed", "2**63", str(2**64)]),
+        ({"init": "normal", "seed": -1}, ["seed", "0 or more", "-1"]),
+        ({"init_std": 0.5}, ["init_std", "'identity'", "'normal'", "0.5"]),
+        ({"init": "normal", "init_bias": 1.0}, ["init_bias", "'normal'", "'open'", "1.0"]),
+        ({"seed": 3}, ["seed", "'identity'", "'normal'", "3"]),
+        ({"layer_by_layer": "yes"}, ["layer_by_layer", "None", "'yes'"]),
         ({"link": "soft"}, ["link", "reflink", "'soft'"]),
     ],
 )
@@ -91,7 +99,7 @@ def refuse_reflinks(monkeypatch):
 def test_auto_copies_where_there_are_no_reflinks_and_never_hard_links(sharded_source, target, monkeypatch):
     refuse_reflinks(monkeypatch)
     result = convert_checkpoint(sharded_source, target)
-    assert result.plan.options.link == "auto" and result.logits_equal
+    assert result.logits_equal
     assert all(path.stat().st_nlink == 1 for path in target.glob("*.safetensors"))
 
 
@@ -108,7 +116,7 @@ def test_auto_takes_reflinks_where_there_are_some(sharded_source, target, monkey
     for link in ("auto", "reflink"):
         result = convert_checkpoint(sharded_source, target, link=link, overwrite=True)
         assert result.logits_equal
-    assert len(cloned) == 2 * len(result.plan.shards) > 2
+    assert len(cloned) == 2 * len(result.plan.shards) + 1 > 3  # "auto" tries first whether it needs room
 
 
 def test_reflink_says_where_it_cannot(sharded_source, target, monkeypatch):
@@ -172,6 +180,23 @@ def test_a_folder_counts_before_a_repository(source, target, monkeypatch):
     assert convert_checkpoint(relative, target).logits_equal
 
 
-def test_a_missing_folder_is_not_looked_for_on_the_hub(target):
+@pytest.mark.parametrize("name", ["/no/such/folder", "./folder", "../folder", "-a/b", "a/b/c"])
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(target, name):
     with pytest.raises(ConversionError, match="is not a folder"):
-        convert_checkpoint("/no/such/folder", target)
+        convert_checkpoint(name, target)
+
+
+def test_an_id_that_the_hub_does_not_allow_is_said_to_be_one(target):
+    with pytest.raises(ConversionError, match=r"could not be fetched.*HFValidationError"):
+        convert_checkpoint("a/b--c", target)
+
+
+def test_a_target_in_the_way_is_seen_before_anything_is_fetched(source, target, monkeypatch):
+    convert_checkpoint(source, target, verify="headers")
+
+    def fetch(*arguments, **options):
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr("gated_attention.conversion.sources.snapshot_download", fetch)
+    with pytest.raises(ConversionError, match="not empty"):
+        convert_checkpoint("someone/tiny", target)

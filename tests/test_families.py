@@ -1,6 +1,7 @@
 """Every family whose checkpoints get gates computes what it computed: bit for bit, or to rounding where its table says why."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from gated_attention import GatedAttentionForCausalLM, convert_checkpoint, predict_transfer
 from gated_attention.conversion import FAMILIES, ConversionError
+from gated_attention.conversion.comparison import difference, ulp_distance
 from gated_attention.conversion.families import REFUSED_FAMILIES
-from gated_attention.conversion.logits import compare_models, ulp_distance
+from gated_attention.conversion.logits import compare_models
 
 
 LAYERS = TINY_SHAPE["num_hidden_layers"]
@@ -159,9 +161,7 @@ def test_same_function(tmp_path, target, case, dtype):
     assert load_file(next(target.glob("*.safetensors")))  # safetensors' own reader accepts what was written
 
 
-@pytest.mark.parametrize(
-    "case", ["llama", "granite", "smollm3_windows", "qwen3_moe_every_second_layer", "phi3_window_and_partial_rotary"]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_layer_by_layer_as_whole(tmp_path, target, case):
     source = tmp_path / "source"
     stock(case).to(torch.bfloat16).save_pretrained(source)
@@ -170,7 +170,7 @@ def test_layer_by_layer_as_whole(tmp_path, target, case):
     assert (whole.method, layers.method) == ("whole models", "layer by layer")
     assert whole.logits == 0 and layers.logits is None
     for comparison in (whole, layers):
-        assert [layer.ulps for layer in comparison.layers] == [0] * LAYERS
+        assert [layer.layer for layer in comparison.layers] == list(range(LAYERS))
         assert comparison.dtype == "bfloat16" and len(set(comparison.lengths)) >= 2
     # The source's own outputs: each layer got what the one before gave.
     for one, other in zip(whole.layers, layers.layers, strict=True):
@@ -207,7 +207,48 @@ def test_large_models_are_compared_layer_by_layer(tmp_path, target, monkeypatch)
     monkeypatch.setattr("gated_attention.conversion.logits.psutil.virtual_memory", lambda: memory)
     result = convert_checkpoint(source, target)
     assert result.comparison.method == "layer by layer"
+    assert result.outputs_equal and result.logits_equal is None
+    assert convert_checkpoint(source, target, layer_by_layer=False, overwrite=True).logits_equal
     assert "every layer's output equal to the source's, bit for bit in float32" in result.checked
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("layer_by_layer", [False, True], ids=["whole", "layer_by_layer"])
+def test_a_copy_that_went_wrong_is_found(tmp_path, target, monkeypatch, name, layer_by_layer):
+    """Also in a row of the embedding that no token of the comparison has, and in a head that did not run."""
+    source = tmp_path / "source"
+    stock("llama").save_pretrained(source)
+    real_copyfile = shutil.copyfile
+
+    def copy_with_an_error(path, destination):
+        real_copyfile(path, destination)
+        if str(destination).endswith(".safetensors"):
+            tensors = load_file(destination)
+            tensors[name][0, 0] += (
+                1  # the comparison's tokens begin at 0, too: any row will do where hashes are compared
+            )
+            save_file(tensors, destination, metadata={"format": "pt"})
+
+    monkeypatch.setattr(shutil, "copyfile", copy_with_an_error)
+    with pytest.raises(ConversionError, match="differ"):
+        convert_checkpoint(source, target, layer_by_layer=layer_by_layer)
+    assert not target.exists()
+
+
+def test_a_difference_is_said_in_units_in_the_last_place():
+    with pytest.raises(ConversionError, match=r"by up to 0.0078125, 1 units in the last place"):
+        difference(
+            "logits", torch.tensor([1.0078125], dtype=torch.bfloat16), torch.tensor([1.0], dtype=torch.bfloat16)
+        )
+    nan = torch.tensor([float("nan"), 1.0])
+    assert difference("logits", nan, nan) == (0.0, 0, 1.0)
+
+
+def test_smollm3_may_list_more_layers_than_it_has(tmp_path, target):
+    source = tmp_path / "source"
+    stock("smollm3").save_pretrained(source)
+    edit_config(source, no_rope_layers=[1, 0, 1, 1, 0])
+    assert convert_checkpoint(source, target).logits_equal
 
 
 def test_ulps_are_counted_between_neighbours():

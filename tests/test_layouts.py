@@ -26,6 +26,7 @@ from transformers import (
 from gated_attention import GatedAttentionForCausalLM, convert_checkpoint, inspect_model, predict_transfer
 from gated_attention.conversion import ConversionError
 from gated_attention.conversion.layouts import query_and_gate_rows
+from gated_attention.conversion.logits import compare_models
 
 
 REFERENCE = Path(__file__).parent / "data" / "reference_checkpoints"
@@ -288,6 +289,16 @@ def test_16_bits_are_kept_number_by_number(tmp_path, target, name, dtype):
     found, wanted = (logits_of(model).float() for model in (converted, expected))
     # Two products in the place of one, and in LFM3 a RoPE in float32: a few steps of the format, against the largest logit.
     assert (found - wanted).abs().max() < 20 * torch.finfo(dtype).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_layer_by_layer_as_whole(tmp_path, target, name):
+    source = save_stock(tmp_path / "source", stock(name))
+    plan = convert_checkpoint(source, target, verify="headers").plan
+    whole, layers = (compare_models(plan, target, layer_by_layer) for layer_by_layer in (False, True))
+    assert whole.logits == 0 and layers.method == "layer by layer"
+    for one, other in zip(whole.layers, layers.layers, strict=True):
+        assert one.magnitude == other.magnitude
 
 
 def test_names_of_a_model_with_images(tmp_path, target):

@@ -58,8 +58,7 @@ def test_a_conversion_verifies(converted, layer_by_layer):
     source, target = converted
     verification = verify_conversion(source, target, layer_by_layer=layer_by_layer)
     kinds = [check.partition(":")[0] for check in verification.checks]
-    assert kinds[:4] == ["config", "headers", "certificate", "numbers"] and kinds[-1] == "outputs"
-    assert all(layer.ulps == 0 for layer in verification.comparison.layers)
+    assert kinds[:5] == ["config", "headers", "certificate", "numbers", "code"] and kinds[-1] == "outputs"
     assert len(verification.comparison.layers) == 3
     if layer_by_layer:
         assert "layer by layer" in verification.checks[-1]
@@ -69,8 +68,11 @@ def test_the_certificate_says_what_was_made_of_what(converted):
     source, target = converted
     content = certificate(target)
     assert content["source"]["files"] == {path.name: hash_file(path) for path in source.glob("*.safetensors")}
-    assert content["result"]["files"] == {path.name: hash_file(path) for path in target.glob("*.safetensors")}
-    assert [layer["ulps"] for layer in content["comparison"]["layers"]] == [0, 0, 0]
+    files = content["result"]["files"]
+    assert files == {name: hash_file(target / name) for name in files}
+    assert {path.name for path in (*target.glob("*.safetensors"), *target.glob("*.py"))} <= files.keys()
+    assert content["same_function"] and len(content["comparison"]["layers"]) == 3
+    assert content["options"]["granularity"] in ("headwise", "elementwise")
     assert str(source.parent) not in (target / CERTIFICATE_FILE).read_text()  # nobody else has that path
 
 
@@ -87,6 +89,49 @@ def test_every_initialisation_verifies(source, target, init, with_certificate):
         return
     verification = verify_conversion(source, target)
     assert ("gates set aside" in verification.checks[-1]) == (init != "identity")
+    assert not certificate(target)["same_function"] if with_certificate else True
+
+
+@pytest.mark.parametrize("init", ["normal", "open"])
+def test_trained_gates_are_found_that_did_not_begin_as_zeros(source, target, init):
+    convert_checkpoint(source, target, init=init, verify="headers")
+    end = "bias" if init == "open" else "weight"
+    edit_tensor(target, f"model.layers.1.self_attn.g_proj.{end}", lambda tensor: tensor.mul_(1.01))
+    with pytest.raises(ConversionError, match=r"layers\.1\.self_attn\.g_proj\.\w+ is not what gates begin with"):
+        verify_conversion(source, target, "headers")
+
+
+def test_zero_gates_with_a_bias_are_not_taken_for_open_ones(source, target):
+    convert_checkpoint(source, target, init="zeros", gate_bias=True)
+    (target / CERTIFICATE_FILE).unlink()
+    assert "1/2" in " ".join(verify_conversion(source, target).checks)
+
+
+def test_a_result_that_was_saved_again_is_said_to_be_one(converted, tmp_path):
+    source, target = converted
+    AutoModelForCausalLM.from_pretrained(target).save_pretrained(tmp_path / "again")
+    with pytest.raises(ConversionError, match="saved again since"):
+        verify_conversion(source, tmp_path / "again")
+
+
+@pytest.mark.parametrize("change", ["missing_code", "other_code", "auto_map", "unreadable_config"])
+def test_code_and_config_are_checked(source, target, change):
+    convert_checkpoint(source, target)
+    code = target / "modeling_gated_attention.py"
+    if change == "missing_code":
+        (target / CERTIFICATE_FILE).unlink()
+        code.unlink()
+        words = "lacks the code modeling_gated_attention.py"
+    elif change == "other_code":
+        code.write_text(code.read_text() + "# changed")
+        words = "modeling_gated_attention.py of the result .* not what the certificate was given for"
+    else:
+        config = json.loads((target / "config.json").read_text())
+        config |= {"auto_map": {}} if change == "auto_map" else {"gate_scale": -1.0}
+        (target / "config.json").write_text(json.dumps(config))
+        words = "auto_map must be" if change == "auto_map" else r"(?s)is not that of a conversion: .*gate_scale"
+    with pytest.raises(ConversionError, match=words):
+        verify_conversion(source, target, "headers")
 
 
 def test_without_a_certificate_the_config_says_what_was_asked_for(converted):
@@ -123,14 +168,16 @@ def test_a_changed_number_is_found_without_a_certificate(converted):
     source, target = converted
     (target / CERTIFICATE_FILE).unlink()
     edit_tensor(target, "model.layers.0.input_layernorm.weight", first_layer_norm)
-    with pytest.raises(ConversionError, match="differs from"):
+    with pytest.raises(ConversionError, match=r"differs from|as written differs"):
         verify_conversion(source, target, "headers")
 
 
 def test_trained_gates_are_said_to_be(source, target):
     convert_checkpoint(source, target, verify="headers")
     edit_tensor(target, "model.layers.1.self_attn.g_proj.weight", lambda tensor: tensor.add_(0.1))
-    with pytest.raises(ConversionError, match=r"layers\.1\.self_attn\.g_proj\.weight is not zero.*trained"):
+    with pytest.raises(
+        ConversionError, match=r"layers\.1\.self_attn\.g_proj\.weight is not what gates begin with.*trained"
+    ):
         verify_conversion(source, target)
 
 
@@ -159,7 +206,9 @@ def test_arguments_the_wrong_way_round(source, target):
 
 def test_a_broken_certificate_is_said_to_be_one(source, target):
     convert_checkpoint(source, target)
-    (target / CERTIFICATE_FILE).write_text("[]")
+    content = certificate(target)
+    del content["gates"]
+    (target / CERTIFICATE_FILE).write_text(json.dumps(content))
     with pytest.raises(ConversionError, match=r"is not the certificate of a conversion"):
         verify_conversion(source, target)
 
@@ -202,6 +251,25 @@ def test_the_certificate_and_what_it_says_go_into_an_upload(tmp_path, source, ta
         "gated-attention verify",
     ):
         assert words in card
+
+
+@pytest.mark.parametrize("init", ["identity", "zeros"])
+def test_the_card_says_what_the_equality_holds_under(tmp_path, target, init):
+    source = tmp_path / "source"
+    stock("phi3").save_pretrained(source)
+    convert_checkpoint(source, target, init=init)
+    hub_upload.prepare_upload(target, tmp_path / "upload", "someone/gated")
+    card = (tmp_path / "upload" / "README.md").read_text()
+    assert "with projections put together that the conversion took apart" in card
+    assert ("with its gates set aside, which change what it computes" in card) == (init == "zeros")
+
+
+def test_a_certificate_of_files_that_no_longer_load_stays_behind(tmp_path, source, target):
+    convert_checkpoint(source, target)
+    tensors = {name: t.clone() for name, t in AutoModelForCausalLM.from_pretrained(target).state_dict().items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})  # which loaders take first
+    upload = hub_upload.prepare_upload(target, tmp_path / "upload", "someone/gated")
+    assert CERTIFICATE_FILE not in upload.files()
 
 
 def test_a_certificate_that_no_longer_holds_stays_behind(tmp_path, source, target):
