@@ -325,3 +325,131 @@ def test_sink_transfer_says_what_it_is_not_made_for(tmp_path, case, words):
         predict_transfer(source, "text")
     for word in words:
         assert word in str(error.value)
+
+
+# ---- the cases that any family can meet
+
+BASE = [name for name, family in FAMILIES.items() if family.gates is None]
+
+
+def assert_converts(source, target):
+    result = convert_checkpoint(source, target)
+    assert result.logits_equal
+    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+def edit_tensors(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("case", BASE)
+def test_tied_head_stays_tied(tmp_path, target, case):
+    """Case 4: no head on disk."""
+    source = tmp_path / "source"
+    stock(case, tie_word_embeddings=True).save_pretrained(source)
+    assert "lm_head.weight" not in load_file(source / "model.safetensors")
+    model = assert_converts(source, target)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("case", BASE)
+def test_untied_head_that_is_missing_is_refused(tmp_path, target, case):
+    """Case 5."""
+    source = tmp_path / "source"
+    stock(case, tie_word_embeddings=False).save_pretrained(source)
+    edit_tensors(source, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ConversionError, match=r"lm_head\.weight is missing.*tie_word_embeddings false"):
+        convert_checkpoint(source, target)
+
+
+@pytest.mark.parametrize("case", BASE)
+def test_another_head_on_disk_than_a_tied_one_is_kept(tmp_path, target, case):
+    """Case 6: the function is that of the source as transformers loads it."""
+    source = tmp_path / "source"
+    stock(case, tie_word_embeddings=False).save_pretrained(source)
+    edit_config(source, tie_word_embeddings=True)
+    model = assert_converts(source, target)
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("heads", [1, 4], ids=["one_key_head", "a_key_head_for_each"])
+@pytest.mark.parametrize("case", BASE)
+def test_numbers_of_key_heads(tmp_path, target, case, heads):
+    """Case 9."""
+    source = tmp_path / "source"
+    stock(case, num_key_value_heads=heads).save_pretrained(source)
+    assert assert_converts(source, target).config.num_key_value_heads == heads
+
+
+@pytest.mark.parametrize("case", BASE)
+def test_rope_base_in_the_old_form(tmp_path, target, case):
+    """Case 11."""
+    source = tmp_path / "source"
+    stock(case).save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    del config["rope_parameters"]
+    (source / "config.json").write_text(json.dumps(config | {"rope_theta": 77.0, "rope_scaling": None}))
+    assert assert_converts(source, target).config.rope_parameters["rope_theta"] == 77.0
+
+
+@pytest.mark.parametrize("case", BASE)
+def test_rope_frequencies_of_old_checkpoints_are_passed_over(tmp_path, target, case):
+    """Case 22."""
+    source = tmp_path / "source"
+    stock(case).save_pretrained(source)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(source, lambda tensors: tensors.update({name: torch.ones(4)}))
+    model = assert_converts(source, target)
+    assert name not in model.state_dict()
+
+
+@pytest.mark.parametrize("part", ["o_proj", "input_layernorm"])
+@pytest.mark.parametrize("case", BASE)
+def test_missing_tensors_are_refused_by_name(tmp_path, target, case, part):
+    source = tmp_path / "source"
+    stock(case).save_pretrained(source)
+    names = [
+        name
+        for name in load_file(source / "model.safetensors")
+        if f"layers.1.{part}" in name or f".1.self_attn.{part}" in name
+    ]
+    edit_tensors(source, lambda tensors: [tensors.pop(name) for name in names])
+    with pytest.raises(ConversionError, match=rf"layers\.1\..*{part}\.weight is missing"):
+        convert_checkpoint(source, target)
+    assert names and not target.exists()
+
+
+@pytest.mark.parametrize("case", BASE)
+def test_a_missing_gate_is_an_error_on_loading(tmp_path, target, case):
+    """Case 3."""
+    source = tmp_path / "source"
+    stock(case).save_pretrained(source)
+    plan = convert_checkpoint(source, target, verify="headers").plan
+    path = target / plan.new_shard
+    tensors = load_file(path)
+    del tensors["model.layers.2.self_attn.g_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.layers.2.self_attn.g_proj.weight"]
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"layers\.2\.self_attn\.g_proj\.weight"):
+        AutoModelForCausalLM.from_pretrained(target)
+
+
+@pytest.mark.parametrize("case", BASE)
+def test_quantised_sources_are_refused(tmp_path, target, case):
+    """Case 8: with its quantization_config, and without it but with numbers that are no plain floats."""
+    source = tmp_path / "source"
+    stock(case).save_pretrained(source)
+    edit_config(source, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConversionError, match=r"quantised \(fp8\); dequantise it first"):
+        convert_checkpoint(source, target)
+    edit_config(source, quantization_config=None)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    edit_tensors(source, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ConversionError, match=r"o_proj\.weight has the format F8_E4M3"):
+        convert_checkpoint(source, target)
