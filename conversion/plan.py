@@ -213,7 +213,7 @@ class ConversionPlan:
             f"target   {self.target} ({self.config.architectures[0]})",
             f"gates    {self.config.gate_granularity}, {layers} layers x {heads} heads, {self.gates}",
         ]
-        lines += [f"{verb:<9}{old} -> {new}" for old, new in self.shard_names.items()]
+        lines += [f"{verb:<8} {old} -> {new}" for old, new in self.shard_names.items()]
         lines += [
             f"new      {self.new_shard + ', ' if self.new_tensors else ''}{INDEX_FILE}, config.json, {', '.join(bundled_files())}"
         ]

@@ -79,6 +79,27 @@ def _in_order(key: tuple[str, str]) -> tuple[int, str]:
     return int(key[0]), key[1]
 
 
+def load_single_experts(experts, state_dict: dict, prefix: str, *_) -> None:
+    """
+    Let `load_state_dict` take a checkpoint's tensors as they lie on disk, one an expert, a few of them at a time too: Trainer
+    resumes that way, file by file, without the mapping that `from_pretrained` goes by. A pre-hook of the module with the stacked
+    parameters.
+    """
+    for stacked, projections in EXPERT_TENSORS.items():
+        parameter = getattr(experts, stacked)
+        if parameter.is_meta:
+            continue
+        width, found = parameter.shape[1] // len(projections), False
+        for expert in range(parameter.shape[0]):
+            for index, projection in enumerate(projections):
+                tensor = state_dict.pop(f"{prefix}{expert}.{projection}.weight", None)
+                if tensor is not None:
+                    parameter.data[expert, index * width : (index + 1) * width].copy_(tensor)
+                    found = True
+        if found:
+            state_dict.setdefault(f"{prefix}{stacked}", parameter.data)
+
+
 class ExpertConverter(WeightConverter):
     """
     Stacks the experts of a layer on loading, and takes them apart on saving.

@@ -18,6 +18,8 @@ from torch import nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP
 
+from .expert_tensors import load_single_experts
+
 
 class GatedAttentionTopKRouter(nn.Module):
     """
@@ -74,6 +76,7 @@ class GatedAttentionSparseMLP(nn.Module):
         super().__init__()
         self.gate = GatedAttentionTopKRouter(config)
         self.experts = Qwen3MoeExperts(config)
+        self.experts.register_load_state_dict_pre_hook(load_single_experts)
         if config.shared_expert_intermediate_size is not None:
             self.shared_expert = Qwen3MoeMLP(config, intermediate_size=config.shared_expert_intermediate_size)
             if config.shared_expert_gate:
