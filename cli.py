@@ -33,6 +33,25 @@ def _root(
     pass
 
 
+# Options that several commands share.
+_Models = Annotated[
+    list[str], typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M.")
+]
+_Text = Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")]
+_Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin with BOS; default: as the tokenizer does.")]
+_Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")]
+_Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")]
+_TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")]
+_LayerByLayer = Annotated[
+    bool | None,
+    typer.Option(
+        "--layer-by-layer/--whole",
+        help="Compare with one layer of each model in memory, or with whole models; default: by the memory that is free.",
+    ),
+]
+
+
 @app.command()
 def convert(
     source: Annotated[
@@ -65,22 +84,13 @@ def convert(
         Literal["none", "headers", "logits"],
         typer.Option(help="Check nothing; or names, shapes and formats; or run both models and compare them too."),
     ] = "logits",
-    layer_by_layer: Annotated[
-        bool | None,
-        typer.Option(
-            "--layer-by-layer/--whole",
-            help="Compare with one layer of each model in memory, or with whole models; default: by the memory that is free.",
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")
-    ] = False,
+    layer_by_layer: _LayerByLayer = None,
+    overwrite: _Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
 ) -> None:
     """Add gates to a trained checkpoint without changing what it computes, or read one that has gates in another layout."""
     from .conversion import ConversionError, ConversionOptions, convert_checkpoint, plan_conversion
-    from .conversion.places import check_target
-    from .conversion.sources import find_source
+    from .conversion.sources import find_source_for
 
     try:
         options = ConversionOptions(
@@ -96,9 +106,8 @@ def convert(
             overwrite=overwrite,
         )
         if dry_run:
-            if not Path(source).exists():
-                check_target(target, overwrite)  # before anything is fetched
-            typer.echo(plan_conversion(find_source(source).folder, target, options).describe())
+            folder = find_source_for(source, target, overwrite).folder
+            typer.echo(plan_conversion(folder, target, options).describe())
             return
         result = convert_checkpoint(source, target, options)
     except (ConversionError, OSError) as error:
@@ -116,13 +125,7 @@ def verify(
         Literal["headers", "logits"],
         typer.Option(help="Config, names, shapes, formats, hashes and numbers; or also run both models and compare."),
     ] = "logits",
-    layer_by_layer: Annotated[
-        bool | None,
-        typer.Option(
-            "--layer-by-layer/--whole",
-            help="Load one layer of each at a time, or whole models; default: by the memory that is free.",
-        ),
-    ] = None,
+    layer_by_layer: _LayerByLayer = None,
 ) -> None:
     """Check a conversion again, by its certificate and against its source: every number, and what both compute."""
     from .conversion import ConversionError, verify_conversion
@@ -141,17 +144,6 @@ def families() -> None:
     from .conversion.families import families_table
 
     typer.echo(families_table())
-
-
-# Options that several commands share.
-_Models = Annotated[
-    list[str], typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M.")
-]
-_Text = Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")]
-_Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin with BOS; default: as the tokenizer does.")]
-_Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")]
-_Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")]
-_TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")]
 
 
 @app.command()
@@ -188,9 +180,7 @@ def transfer(
         bool, typer.Option("--on-disk", help="Keep the tokens' hidden states in temporary files.")
     ] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Predict the result and write nothing.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")
-    ] = False,
+    overwrite: _Overwrite = False,
     out: Annotated[Path | None, typer.Option(help="Folder for figures, inspections and the report.")] = None,
 ) -> None:
     """Add gates that do the work of the attention sink, fitted on a text; or predict how well that would go."""

@@ -362,11 +362,8 @@ class GatedAttentionConfig(PreTrainedConfig):
         """Number of parameters of all gates, those of the forget gate included."""
         count = 0
         for position in self.gate_positions:
-            heads = self.num_key_value_heads if position in ("value", "key") else self.num_attention_heads
-            logits = heads if self.gate_granularity == "headwise" else heads * self.head_dim
-            logits = self.hidden_size if position == "dense_output" else logits
             inputs = 0 if self.gate_input == "none" else self.gate_input_size or self.hidden_size
-            count += logits * (inputs + (self.gate_bias or self.gate_input == "none"))
+            count += self.gate_width(position) * (inputs + (self.gate_bias or self.gate_input == "none"))
         gated = sum(self.layer_has_gate(layer_idx) for layer_idx in range(self.num_hidden_layers))
         forget = self.num_hidden_layers * self.num_attention_heads * (self.hidden_size + 1)
         return gated * count + (forget if self.forget_gate else 0)
@@ -375,6 +372,14 @@ class GatedAttentionConfig(PreTrainedConfig):
         """How many parameters the dense layers, or the experts of the sparse ones, lose with a channel less."""
         kind = "sparse" if self.num_experts else "dense"
         return 3 * self.hidden_size * (self.num_experts or 1) * self.mlp_layer_types.count(kind)
+
+    def gate_width(self, position: str) -> int:
+        """Number of gate logits a token at a position: one a head (headwise) or one a channel (elementwise)."""
+        if position == "dense_output":
+            # What `o_proj` returns has no heads; a headwise gate is refused there.
+            return self.hidden_size
+        heads = self.num_key_value_heads if position in ("value", "key") else self.num_attention_heads
+        return heads if self.gate_granularity == "headwise" else heads * self.head_dim
 
     def layer_has_gate(self, layer_idx: int) -> bool:
         """Whether a layer has the gates that `gate_positions` names."""

@@ -105,8 +105,7 @@ def certified_files(plan: ConversionPlan, folder: Path) -> list[str]:
     left_out = ("README.md", "config.json", CERTIFICATE_FILE, JOURNAL_FILE)
     paths = [path for path in folder.rglob("*") if path.is_file()]
     names = {path.relative_to(folder).as_posix() for path in paths if "__pycache__" not in path.parts}
-    weights = {*plan.shard_names.values(), *([plan.new_shard] if plan.new_tensors else [])}
-    return sorted(names - set(left_out) | weights)
+    return sorted(names - set(left_out) | plan.weight_files)
 
 
 def file_hashes(plan: ConversionPlan, folder: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,6 +1,7 @@
 """Reads what a checkpoint folder holds, from the headers of its files; no tensor is read."""
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,11 +27,12 @@ class TensorHeader:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * FLOAT_FORMATS[self.dtype].itemsize
+        return self.numel * FLOAT_FORMATS[self.dtype].itemsize
 
 
 @dataclass(frozen=True)

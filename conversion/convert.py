@@ -12,7 +12,7 @@ from .initialisation import fill_gates
 from .logits import compare_models
 from .places import check_reserved_names, check_target
 from .plan import ConversionOptions, ConversionPlan, options_from, plan_conversion
-from .sources import find_source
+from .sources import find_source_for
 from .staging import exclusive, staged_folder
 from .verify import audit_headers, compare_numbers
 from .write import write_conversion
@@ -95,9 +95,7 @@ def convert_checkpoint(
     target = Path(os.path.abspath(target))
     seconds = {}
 
-    if not Path(source).exists():
-        check_target(target, options.overwrite)  # before anything is fetched
-    found = find_source(source)
+    found = find_source_for(source, target, options.overwrite)
     check_reserved_names(found.folder, target)
     with exclusive(target):
         started = time.perf_counter()

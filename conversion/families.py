@@ -48,6 +48,16 @@ class Family:
     refused_fields: dict[str, object] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
+    @property
+    def gates_in_q_proj(self) -> bool:
+        """Whether the gates' rows lie in `q_proj`, beside the queries'."""
+        return self.gates in ("q_proj_per_head", "q_proj_per_group")
+
+    @property
+    def takes_projections_apart(self) -> bool:
+        """Whether a projection of the source becomes several of ours."""
+        return bool(self.fused) or self.gates_in_q_proj
+
 
 def _same_name(*names: str) -> dict[str, str]:
     return {name: name for name in names}
@@ -297,7 +307,7 @@ def families_table() -> str:
         changes = [
             word
             for word, applies in (
-                ("split", family.fused or (family.gates or "").startswith("q_proj")),
+                ("split", family.takes_projections_apart),
                 ("renamed", family.renames),
             )
             if applies

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+# 2 * sigmoid(0) = 1 in every float format: zero weights are the identity, at the gate's steepest point.
+IDENTITY_SCALE = 2.0
+
 Initialisation = Literal["identity", "normal", "open", "zeros"]
 
 
@@ -22,9 +25,11 @@ class GateStart:
 
 
 GATE_STARTS = {
-    "identity": GateStart(2.0, False, "weights 0, scale 2: each gate is exactly 1, and the function the source's"),
+    "identity": GateStart(
+        IDENTITY_SCALE, False, "weights 0, scale 2: each gate is exactly 1, and the function the source's"
+    ),
     "normal": GateStart(
-        2.0, False, "weights N(0, std), scale 2: gates scatter around 1, and the function is disturbed"
+        IDENTITY_SCALE, False, "weights N(0, std), scale 2: gates scatter around 1, and the function is disturbed"
     ),
     "open": GateStart(
         1.0,

@@ -17,10 +17,6 @@ from .families import FAMILIES, GATE_FLAGS, REFUSED_FAMILIES, Family, family_for
 from .layouts import Piece, fused_rows, is_dropped, renamed, rows_of_fused
 
 
-# 2 * sigmoid(0) = 1 in every float format: zero weights are the identity, at the gate's steepest point.
-IDENTITY_SCALE = 2.0
-
-
 def family_of(checkpoint: Checkpoint) -> Family:
     """
     The family of a checkpoint.
@@ -299,7 +295,7 @@ def check_layout(checkpoint: Checkpoint, family: Family, config: GatedAttentionC
     Raises:
         `ConversionError`: a fused `q_proj` has not the rows that the config implies; stacked experts stand beside single ones.
     """
-    in_q_proj = (family.gates or "").startswith("q_proj")
+    in_q_proj = family.gates_in_q_proj
     expected = fused_rows(config, config.gate_granularity if in_q_proj else None)
     kept = {name: header for name, header in checkpoint.tensors.items() if not is_dropped(name, family)}
     for name, header in kept.items():

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ..modeling_gated.expert_tensors import EXPERT_TENSORS
+from ..modeling_gated.expert_tensors import EXPERT_TENSORS, single_experts
 from .checkpoint import Checkpoint, TensorHeader, is_ignored_on_load
 from .errors import ConversionError
 from .families import Family
@@ -69,6 +69,12 @@ def query_and_gate_rows(
         tuple((start, start + query) for start in starts),
         tuple((start + query, start + query + gate) for start in starts),
     )
+
+
+def one_behind_the_other(widths: Iterable[int]) -> list[Rows]:
+    """The rows of projections of these widths that make up a fused one."""
+    ends = list(accumulate(widths))
+    return [((start, end),) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def rows_of_fused(family: Family, name: str, config) -> int | None:
@@ -147,7 +153,7 @@ def _pieces(name: str, header: TensorHeader, family: Family, config) -> Iterable
         return ()
     target = renamed(name, family)
     layer, _, projection = target.rpartition(".self_attn.")
-    if layer and projection in ("q_proj.weight", "q_proj.bias") and (family.gates or "").startswith("q_proj"):
+    if layer and projection in ("q_proj.weight", "q_proj.bias") and family.gates_in_q_proj:
         rows = query_and_gate_rows(
             family.gates,
             config.num_attention_heads,
@@ -159,27 +165,14 @@ def _pieces(name: str, header: TensorHeader, family: Family, config) -> Iterable
         return [_piece(name, header, *pair) for pair in zip(names, rows, strict=True)]
     for fused, parts in family.fused.items():
         if target.endswith(f".{fused}.weight"):
-            ends = list(accumulate(_width(part, config) for part in parts))
+            rows = one_behind_the_other(_width(part, config) for part in parts)
             prefix = target.removesuffix(f"{fused.rpartition('.')[2]}.weight")
-            return [
-                _piece(name, header, f"{prefix}{part}.weight", ((start, end),))
-                for part, start, end in zip(parts, [0, *ends[:-1]], ends, strict=True)
-            ]
+            return [_piece(name, header, f"{prefix}{part}.weight", of) for part, of in zip(parts, rows, strict=True)]
     prefix, _, stacked = target.rpartition(".mlp.experts.")
     if prefix and stacked in EXPERT_TENSORS and len(header.shape) == 3:
-        count, width, _ = header.shape
-        projections = EXPERT_TENSORS[stacked]
-        part = width // len(projections)
         return [
-            _piece(
-                name,
-                header,
-                f"{prefix}.mlp.experts.{expert}.{projection}.weight",
-                ((index * part, (index + 1) * part),),
-                expert,
-            )
-            for expert in range(count)
-            for index, projection in enumerate(projections)
+            _piece(name, header, f"{prefix}.mlp.experts.{single}", (rows,), expert)
+            for single, expert, rows in single_experts(stacked, *header.shape[:2])
         ]
     return [_piece(name, header, target, ((0, header.shape[0]),))]
 

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedModel
 
 from ..modeling_gated import GatedAttentionForCausalLM
-from .checkpoint import FLOAT_FORMATS, read_checkpoint
+from .checkpoint import read_checkpoint
 from .comparison import Comparison, difference, layer_difference
 from .errors import ConversionError
 from .loading import (
@@ -36,8 +36,8 @@ LONGEST_WINDOW = 8192
 def compare_models(plan: ConversionPlan, folder: Path, layer_by_layer: bool | None = None) -> Comparison | None:
     """
     Run source and result on random tokens, of two lengths and past a sliding window, and compare what each layer (and in whole
-    models the head) gives, bit for bit, in the checkpoint's own dtype (or the family's `compared_in`). Projections that the conversion took apart
-    are put together again for this ([`rejoin_projections`]): apart they may round otherwise.
+    models the head) gives, bit for bit, in the checkpoint's own dtype (or the family's `compared_in`). Projections that the
+    conversion took apart are put together again for this ([`rejoin_projections`]): apart they may round otherwise.
 
     Args:
         plan: What was converted.
@@ -73,11 +73,10 @@ def free_memory() -> int:
 
 
 def _bytes_in_memory(plan: ConversionPlan) -> int:
-    width = getattr(torch, plan.family.compared_in).itemsize if plan.family.compared_in else None
-    return sum(
-        header.nbytes // FLOAT_FORMATS[header.dtype].itemsize * (width or FLOAT_FORMATS[header.dtype].itemsize)
-        for header in plan.source.tensors.values()
-    )
+    if plan.family.compared_in is None:
+        return sum(header.nbytes for header in plan.source.tensors.values())
+    width = dtype_to_compare_in(plan).itemsize
+    return sum(header.numel * width for header in plan.source.tensors.values())
 
 
 def _batches(plan: ConversionPlan) -> list[torch.Tensor]:
@@ -101,7 +100,7 @@ def _found(plan: ConversionPlan, batches: list[torch.Tensor], **fields) -> Compa
         **fields,
         lengths=tuple(batch.shape[1] for batch in batches),
         window_seen=_window_seen(plan, batches),
-        rejoined=bool(plan.family.fused) or (plan.family.gates or "").startswith("q_proj"),
+        rejoined=plan.family.takes_projections_apart,
         gates_set_aside=plan.options.init != "identity",
     )
 

@@ -13,20 +13,17 @@ from .staging import partial_folder, replaced_folder
 # Name of the certificate that a conversion leaves in its result.
 CERTIFICATE_FILE = "gated_attention_conversion.json"
 
+# Weights that are not read: in other formats than safetensors.
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
+
 # Not copied: weights in any format, other frameworks' folders, and what belongs to the place a folder lay in.
 _WEIGHTS = (
     "*.safetensors",
     "*.safetensors.index*.json",
-    "*.bin",
     "*.bin.index*.json",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
     "*.onnx",
     "*.onnx_data",
+    *OTHER_WEIGHTS,
 )
 _LEFT_BEHIND_FOLDERS = (".git", ".cache", "__pycache__", "original", "onnx")
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,9 +14,8 @@ from ..modeling_gated.bundle import bundled_files
 from .checkpoint import INDEX_FILE, Checkpoint, Shard, TensorHeader, read_checkpoint
 from .errors import ConversionError
 from .families import Family
-from .gate_starts import GATE_STARTS, Initialisation
+from .gate_starts import GATE_STARTS, IDENTITY_SCALE, Initialisation
 from .gated_config import (
-    IDENTITY_SCALE,
     audit_names_and_shapes,
     check_layout,
     family_of,
@@ -152,6 +152,11 @@ class ConversionPlan:
         return tuple(shard for shard in self.source.shards if shard.name in self.shard_names)
 
     @property
+    def weight_files(self) -> set[str]:
+        """Names of the result's weight files."""
+        return {*self.shard_names.values(), *([self.new_shard] if self.new_tensors else [])}
+
+    @property
     def tensors(self) -> dict[str, TensorHeader]:
         """Every tensor of the result."""
         if self.pieces:
@@ -178,7 +183,7 @@ class ConversionPlan:
             shards = sum(piece.header.nbytes + 2 * len(piece.target) + 128 for piece in self.pieces)
         return self.new_bytes + other + code + shards
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Says what is being made, and from what: a run that was killed goes on only with the very same."""
         source = [(shard.name, shard.size, shard.path.stat().st_mtime_ns) for shard in self.source.shards]

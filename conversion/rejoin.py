@@ -9,7 +9,7 @@ what is compared then is the conversion.
 import torch
 from torch import nn
 
-from .layouts import Rows, query_and_gate_rows
+from .layouts import Rows, one_behind_the_other, query_and_gate_rows
 from .plan import ConversionPlan
 
 
@@ -55,7 +55,7 @@ def rejoin_projections(model: nn.Module, plan: ConversionPlan) -> None:
     """
     config = plan.config
     for module in list(model.modules()):
-        if (plan.family.gates or "").startswith("q_proj") and hasattr(module, "g_proj"):
+        if plan.family.gates_in_q_proj and hasattr(module, "g_proj"):
             rows = query_and_gate_rows(
                 plan.family.gates,
                 config.num_attention_heads,
@@ -66,15 +66,7 @@ def rejoin_projections(model: nn.Module, plan: ConversionPlan) -> None:
             _join(module, ("q_proj", "g_proj"), list(rows))
         for names in plan.family.fused.values():
             if all(isinstance(getattr(module, name, None), nn.Linear) for name in names):
-                _join(module, names, _one_behind_the_other([getattr(module, name).out_features for name in names]))
-
-
-def _one_behind_the_other(widths: list[int]) -> list[Rows]:
-    rows, start = [], 0
-    for width in widths:
-        rows.append(((start, start + width),))
-        start += width
-    return rows
+                _join(module, names, one_behind_the_other(getattr(module, name).out_features for name in names))
 
 
 def _join(module: nn.Module, names: tuple[str, ...], rows: list[Rows]) -> None:

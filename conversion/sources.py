@@ -8,25 +8,14 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from .errors import ConversionError
+from .places import OTHER_WEIGHTS, check_target
 
 
 # `org/name`, or `org/name@revision`.
 _HUB_ID = re.compile(r"^(?P<repo_id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?$")
 
 # Weights in other formats, or a second time, and other frameworks' folders.
-_NOT_FETCHED = (
-    "consolidated*",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
-    "*.onnx*",
-    "onnx/*",
-    "original/*",
-)
+_NOT_FETCHED = (*OTHER_WEIGHTS, "consolidated*", "*.onnx*", "onnx/*", "original/*")
 
 
 @dataclass(frozen=True)
@@ -67,3 +56,15 @@ def find_source(source: str | Path, revision: str | None = None) -> Source:
             "org/name or org/name@revision of a repository that you can read"
         ) from error
     return Source(snapshot, repo_id, snapshot.name)
+
+
+def find_source_for(source: str | Path, target: Path, overwrite: bool) -> Source:
+    """
+    As [`find_source`], after a look at the target where something would have to be fetched first.
+
+    Raises:
+        `ConversionError`: the target is in the way, or there is no such source.
+    """
+    if not Path(source).exists():
+        check_target(target, overwrite)
+    return find_source(source)

@@ -21,12 +21,11 @@ def audit_headers(plan: ConversionPlan, folder: Path) -> None:
         `ConversionError`: they differ.
     """
     written = read_checkpoint(folder)  # refuses what the index and the shards do not agree on
-    names = {*plan.shard_names.values(), *([plan.new_shard] if plan.new_tensors else [])}
     found = {shard.name for shard in written.shards}
-    if found != names:
+    if found != plan.weight_files:
         raise ConversionError(
-            f"{folder} has the weight files {', '.join(sorted(found)[:3])}, a conversion would have made {', '.join(sorted(names)[:3])}: "
-            "it was saved again since, or has another number of files"
+            f"{folder} has the weight files {', '.join(sorted(found)[:3])}, a conversion would have made "
+            f"{', '.join(sorted(plan.weight_files)[:3])}: it was saved again since, or has another number of files"
         )
     expected = plan.tensors
     if written.tensors != expected:

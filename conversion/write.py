@@ -159,7 +159,7 @@ def _rewritten(plan: ConversionPlan, shard: Shard) -> tuple[bytes, list[tuple[in
     pieces = [piece for piece in plan.pieces if piece.source in shard.tensors]
     pieces.sort(key=lambda piece: -FLOAT_FORMATS[piece.header.dtype].itemsize)
     header, _ = encoded_header({piece.target: piece.header for piece in pieces})
-    begins = data_begins(shard.path)
+    offsets = data_offsets(shard.path)
     ranges: list[tuple[int, int]] = []
     for piece in pieces:
         source = shard.tensors[piece.source]
@@ -168,17 +168,18 @@ def _rewritten(plan: ConversionPlan, shard: Shard) -> tuple[bytes, list[tuple[in
         row = source.nbytes // max(1, height * experts)
         first_row = (piece.expert or 0) * height
         ranges += [
-            (begins[piece.source] + (first_row + start) * row, (end - start) * row) for start, end in piece.rows
+            (offsets[piece.source][0] + (first_row + start) * row, (end - start) * row) for start, end in piece.rows
         ]
     return header, [(start, count) for start, count in ranges if count]
 
 
-def data_begins(path: Path) -> dict[str, int]:
-    """At which byte of a safetensors file each tensor begins."""
+def data_offsets(path: Path) -> dict[str, tuple[int, int]]:
+    """At which byte of a safetensors file each tensor begins, and behind which it ends."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+    header.pop("__metadata__", None)
+    return {name: tuple(8 + length + offset for offset in entry["data_offsets"]) for name, entry in header.items()}
 
 
 def _copy_range(source: int, destination: int, start: int, count: int, bar: tqdm) -> None:
@@ -242,15 +243,14 @@ def overwrite_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         `ConversionError`: the file has no such tensor, or one of another size.
     """
+    offsets = data_offsets(path)
     with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
         for name, tensor in tensors.items():
-            begin, end = header[name]["data_offsets"] if name in header else (0, -1)
+            begin, end = offsets.get(name, (0, -1))
             content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
             if end - begin != content.nbytes:
                 raise ConversionError(f"{path} has no tensor {name} of {content.nbytes} bytes")
-            file.seek(8 + length + begin)
+            file.seek(begin)
             file.write(content)
 
 

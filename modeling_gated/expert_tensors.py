@@ -14,6 +14,7 @@
 """Experts are stacked in the model and apart on disk, as in Qwen's checkpoints: the mapping, both ways."""
 
 import re
+from collections.abc import Iterator
 
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
@@ -25,6 +26,24 @@ EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_
 _EXPERT_NAME = re.compile(r"\.mlp\.experts\.(\d+)\.(\w+)\.weight$")
 
 
+def single_experts(stacked: str, num_experts: int, rows: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
+    """
+    The tensors on disk that make up a stacked parameter.
+
+    Args:
+        stacked (`str`): `"gate_up_proj"` or `"down_proj"`.
+        num_experts, rows (`int`): The first two sizes of the parameter.
+
+    Returns:
+        For each tensor its name behind `mlp.experts.`, its expert, and which of the expert's rows it is: (first, behind the last).
+    """
+    projections = EXPERT_TENSORS[stacked]
+    width = rows // len(projections)
+    for expert in range(num_experts):
+        for index, projection in enumerate(projections):
+            yield f"{expert}.{projection}.weight", expert, (index * width, (index + 1) * width)
+
+
 def names_on_disk(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """From the shapes of a model's tensors to those of its checkpoint: stacked experts are taken apart."""
     on_disk = {}
@@ -34,10 +53,8 @@ def names_on_disk(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
             on_disk[name] = shape
             continue
         count, width, inner = shape
-        projections = EXPERT_TENSORS[stacked]
-        for expert in range(count):
-            for projection in projections:
-                on_disk[f"{prefix}.mlp.experts.{expert}.{projection}.weight"] = (width // len(projections), inner)
+        for single, _, (start, end) in single_experts(stacked, count, width):
+            on_disk[f"{prefix}.mlp.experts.{single}"] = (end - start, inner)
     return on_disk
 
 
@@ -85,17 +102,16 @@ def load_single_experts(experts, state_dict: dict, prefix: str, *_) -> None:
     resumes that way, file by file, without the mapping that `from_pretrained` goes by. A pre-hook of the module with the stacked
     parameters.
     """
-    for stacked, projections in EXPERT_TENSORS.items():
+    for stacked in EXPERT_TENSORS:
         parameter = getattr(experts, stacked)
         if parameter.is_meta:
             continue
-        width, found = parameter.shape[1] // len(projections), False
-        for expert in range(parameter.shape[0]):
-            for index, projection in enumerate(projections):
-                tensor = state_dict.pop(f"{prefix}{expert}.{projection}.weight", None)
-                if tensor is not None:
-                    parameter.data[expert, index * width : (index + 1) * width].copy_(tensor)
-                    found = True
+        found = False
+        for single, expert, (start, end) in single_experts(stacked, *parameter.shape[:2]):
+            tensor = state_dict.pop(f"{prefix}{single}", None)
+            if tensor is not None:
+                parameter.data[expert, start:end].copy_(tensor)
+                found = True
         if found:
             state_dict.setdefault(f"{prefix}{stacked}", parameter.data)
 

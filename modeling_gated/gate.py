@@ -92,24 +92,9 @@ class InputIndependentGate(nn.Module):
         return self.bias.view(*(1,) * (hidden_states.ndim - 1), -1)
 
 
-def gate_heads(config, position: str) -> int:
-    """Number of heads at a position; what `o_proj` returns counts as one head of `hidden_size` channels."""
-    if position == "dense_output":
-        return 1
-    return config.num_key_value_heads if position in ("value", "key") else config.num_attention_heads
-
-
-def gate_width(config, position: str) -> int:
-    """Number of gate logits a token: one a head (headwise) or one a channel (elementwise)."""
-    heads = gate_heads(config, position)
-    if config.gate_granularity == "headwise":
-        return heads
-    return config.hidden_size if position == "dense_output" else heads * config.head_dim
-
-
 def gate_projection(config, position: str) -> nn.Module:
     """The projection from the layer's normalised input to the gate logits (W_theta in the paper, section 2.2)."""
-    width = gate_width(config, position)
+    width = config.gate_width(position)
     if config.gate_input == "none":
         projection = InputIndependentGate(width)
     else:

@@ -1,6 +1,7 @@
 """Tiny models and checkpoints that every test builds on. Every parameter is random, norms and biases included."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -20,6 +22,8 @@ from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM
 
 
 logging.disable_progress_bar()
+
+COMMAND = Path(sys.executable).with_name("gated-attention")
 
 # heads * head_dim (40) differs from hidden_size (32), and query heads outnumber key/value heads: wrong layouts show.
 TINY_SHAPE = {
@@ -115,6 +119,19 @@ def save_source(folder: Path, model=None, sharded: bool = False, tokenizer: bool
     (folder / "images").mkdir()
     (folder / "images" / "plot.png").write_bytes(b"\x89PNG not really")
     return folder
+
+
+def edit_config(folder: Path, **fields) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def edit_tensors(path: Path, edit) -> None:
+    """Change the dictionary of tensors of a weight file, or of the one in a folder, by a function."""
+    file = path / "model.safetensors" if path.is_dir() else path
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def tree_hashes(folder: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
 import traceback
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
@@ -215,6 +217,11 @@ class LoopbackHub:
             "NO_PROXY": "127.0.0.1",
             "no_proxy": "127.0.0.1",
         }
+
+    def client_environment(self, home: Path) -> dict[str, str]:
+        """Environment of a process whose Hub is this one, with a cache and settings of its own in `home`."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
+        return {**kept, **self.environment(), "HF_HOME": str(home)}
 
     def files(self, repo_id: str) -> dict[str, bytes]:
         """Return the content of main by path, `.gitattributes` included."""

@@ -2,16 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import logits_of, tree_hashes
+from conftest import COMMAND, logits_of, tree_hashes
 
 from gated_attention import GatedAttentionForCausalLM, __version__, convert_checkpoint
 from gated_attention.conversion import FAMILIES
-
-
-COMMAND = Path(sys.executable).with_name("gated-attention")
 
 
 def run(*arguments, cwd=None) -> subprocess.CompletedProcess:

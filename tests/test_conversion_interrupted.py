@@ -134,14 +134,10 @@ def test_old_folder_is_removed_if_a_run_was_killed_after_its_last_rename(source,
     assert leftovers(target) == [target.name]
 
 
-def test_interrupted_run_goes_on_where_it_was(source, target):
-    script = f"""
-import signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it otherwise
-from gated_attention.conversion import convert
-convert.audit_headers = lambda *args: (print("ready", flush=True), time.sleep(60))
-convert.convert_checkpoint({str(source)!r}, {str(target)!r})
-"""
+def interrupted(script: str) -> str:
+    """Ctrl-C on a script once it prints that it is ready; what it then says."""
+    # A background job's children ignore it otherwise.
+    script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + script
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -149,6 +145,17 @@ convert.convert_checkpoint({str(source)!r}, {str(target)!r})
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert errors.strip().endswith("KeyboardInterrupt")
+    return errors
+
+
+def test_interrupted_run_goes_on_where_it_was(source, target):
+    script = f"""
+import time
+from gated_attention.conversion import convert
+convert.audit_headers = lambda *args: (print("ready", flush=True), time.sleep(60))
+convert.convert_checkpoint({str(source)!r}, {str(target)!r})
+"""
+    errors = interrupted(script)
     assert "1 finished files; the same command goes on from there" in errors
     assert leftovers(target) == [f".{target.name}.partial"]
     result = convert_checkpoint(source, target)
@@ -159,20 +166,13 @@ convert.convert_checkpoint({str(source)!r}, {str(target)!r})
 
 def test_interrupt_before_anything_is_finished_leaves_nothing(source, target):
     script = f"""
-import signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import time
 from gated_attention.conversion import write
 write.shutil.copyfile = lambda *args: (print("ready", flush=True), time.sleep(60))
 from gated_attention import convert_checkpoint
 convert_checkpoint({str(source)!r}, {str(target)!r})
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert errors.strip().endswith("KeyboardInterrupt")
+    interrupted(script)
     assert leftovers(target) == []
 
 

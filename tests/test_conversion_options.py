@@ -4,20 +4,16 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import logits_of, tiny_input_ids, tree_hashes
+from conftest import COMMAND, logits_of, tiny_input_ids, tree_hashes
 from loopback_hub import LoopbackHub
 from transformers import AutoModelForCausalLM
 
 from gated_attention import convert_checkpoint
 from gated_attention.conversion import ConversionError, plan_conversion
 from gated_attention.conversion.plan import ConversionOptions
-
-
-COMMAND = Path(sys.executable).with_name("gated-attention")
 
 
 def gates_of(model, **kwargs):
@@ -132,8 +128,7 @@ def test_reflink_says_where_it_cannot(sharded_source, target, monkeypatch):
 @pytest.fixture
 def hub(tmp_path, sharded_source):
     with LoopbackHub() as server:
-        client = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
-        server.client = {**client, **server.environment(), "HF_HOME": str(tmp_path / "hf_home")}
+        server.client = server.client_environment(tmp_path / "hf_home")
         (sharded_source / "pytorch_model.bin").write_bytes(b"a pickle")
         script = f"""
 from huggingface_hub import HfApi

@@ -5,22 +5,10 @@ import re
 
 import pytest
 import torch
-from conftest import save_source, tiny_gated, tiny_llama, tree_hashes
-from safetensors.torch import load_file, save_file
+from conftest import edit_config, edit_tensors, save_source, tiny_gated, tiny_llama, tree_hashes
 
 from gated_attention import GatedAttentionForCausalLM, convert_checkpoint
 from gated_attention.conversion import ConversionError
-
-
-def edit_config(folder, **fields):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-
-
-def edit_tensors(file, edit):
-    tensors = load_file(file)
-    edit(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def assert_refused(source, target, *words, **options):

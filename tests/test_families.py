@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from conftest import TINY_SHAPE, logits_of, randomise, tiny_input_ids, tree_hashes
+from conftest import TINY_SHAPE, edit_config, edit_tensors, logits_of, randomise, tiny_input_ids, tree_hashes
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -123,11 +123,6 @@ def stock(case: str, **overrides):
         **{key: value for key, value in fields.items() if value is not None}
     )
     return randomise(getattr(transformers, f"{name}ForCausalLM")(config))
-
-
-def edit_config(folder, **fields):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
 
 
 @pytest.mark.parametrize(
@@ -338,12 +333,6 @@ def assert_converts(source, target):
     model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
-
-
-def edit_tensors(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("case", BASE)

@@ -47,8 +47,7 @@ def upload(*arguments, environment=None, cwd=None) -> subprocess.CompletedProces
 @pytest.fixture
 def hub(tmp_path):
     with LoopbackHub() as server:
-        client = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
-        server.client = {**client, **server.environment(), "HF_HOME": str(tmp_path / "hf_home")}
+        server.client = server.client_environment(tmp_path / "hf_home")
         yield server
 
 

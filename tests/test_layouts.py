@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_SHAPE, logits_of, randomise, tiny_input_ids, tiny_llama, tree_hashes
+from conftest import (
+    TINY_SHAPE,
+    edit_config,
+    edit_tensors,
+    logits_of,
+    randomise,
+    tiny_input_ids,
+    tiny_llama,
+    tree_hashes,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -39,17 +48,6 @@ EXPERTS = {
     "shared_expert_intermediate_size": 20,
 }
 NEXT = {**TINY_SHAPE, "layer_types": LAYERS, "rope_parameters": ROPE}
-
-
-def edit_config(folder: Path, **fields) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-
-
-def edit_tensors(folder: Path, edit) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 # ---- the paper's own code

@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomise, save_source, tiny_gated, tiny_llama
+from conftest import COMMAND, randomise, save_source, tiny_gated, tiny_llama
 from safetensors.torch import load_file, save_file
 from test_families import stock
 from test_layouts import REFERENCE
@@ -20,8 +19,6 @@ from gated_attention.conversion import ConversionError
 from gated_attention.conversion.certificate import CERTIFICATE_FILE
 from gated_attention.conversion.journal import hash_file
 
-
-COMMAND = Path(sys.executable).with_name("gated-attention")
 
 SOURCES = {
     "additive": lambda folder: save_source(folder, tiny_llama(), sharded=True),

@@ -17,7 +17,7 @@ from ...configuration import GatedAttentionConfig
 from ...modeling_gated.decoder import GatedAttentionDecoderLayer
 from ..checkpoint import FLOAT_FORMATS, Checkpoint
 from ..errors import ConversionError
-from ..gated_config import IDENTITY_SCALE
+from ..gate_starts import IDENTITY_SCALE
 from ..plan import format_bytes
 from .calibration import Calibration
 from .layer_source import LayerSource
