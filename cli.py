@@ -112,7 +112,14 @@ def convert(
         result = convert_checkpoint(source, target, options)
     except (ConversionError, OSError) as error:
         _fail(error)
+    except KeyboardInterrupt:
+        typer.echo(
+            f"gated-attention: interrupted; {target} was not made. The same command begins again, or goes on", err=True
+        )
+        raise typer.Exit(code=130) from None
     typer.echo(result.plan.describe())
+    if result.reused:
+        typer.echo(f"reused   {', '.join(result.reused)}, which an earlier run had finished")
     steps = ", ".join(f"{step} {seconds:.2f} s" for step, seconds in result.seconds.items())
     typer.echo(f"done     {result.checked} ({steps})")
 

@@ -4,7 +4,7 @@ Upload a gated attention model to the Hub so that anyone loads it with `trust_re
     python hub_upload.py DIR REPO [--private] [--revision BRANCH] [--base-model ID] [--license ID] [--dry-run]
 
 Before anything is sent, the exact files of the upload are loaded in a process that cannot import this package, and their
-logits compared with the original's.
+logits compared with those of the folder.
 """
 
 import argparse
@@ -313,7 +313,7 @@ def write_card(
 
 def check_in_clean_process(source: Path, upload: UploadFolder, batch: int = 2, sequence: int = 32) -> None:
     """
-    Load the upload folder in a process that cannot import this package, and compare its logits with the original's.
+    Load the upload folder in a process that cannot import this package, and compare its logits with those of the folder it was made from.
 
     Raises:
         `UploadError`: it does not load there, or the logits differ.
@@ -326,7 +326,7 @@ def check_in_clean_process(source: Path, upload: UploadFolder, batch: int = 2, s
     del model
     logits = load_without_package(upload.folder, input_ids)
     if not torch.equal(logits, expected):
-        raise UploadError("the upload folder's logits, computed without this package, differ from the original's")
+        raise UploadError(f"the upload folder's logits, computed without this package, differ from those of {source}")
 
 
 def load_without_package(folder: Path, input_ids: torch.Tensor) -> torch.Tensor:
@@ -403,7 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             check_in_clean_process(options.folder, upload)
             print(upload.describe(options.repo_id))
-            print("checked: loads without this package, logits equal to the original's, bit for bit")
+            print(f"checked: loads without this package, logits equal to those of {options.folder}, bit for bit")
             if options.dry_run:
                 print("dry run: nothing was sent")
                 return 0

@@ -43,7 +43,8 @@ def certificate_of(
     # What is in effect, and not what was left to a default that may change.
     options = {name: getattr(plan.options, name) for name in LASTING_OPTIONS}
     options |= {"granularity": plan.config.gate_granularity, "gate_bias": plan.config.gate_bias}
-    same_function = plan.options.init == "identity" and comparison is not None
+    # `None` is for what was not looked at.
+    same_function = (True if comparison is not None else None) if plan.options.init == "identity" else False
     return {
         "tool": {
             "gated_attention": __version__,

@@ -10,7 +10,7 @@ from .certificate import certificate_of, check_copies, file_hashes, write_certif
 from .comparison import Comparison
 from .initialisation import fill_gates
 from .logits import compare_models
-from .places import check_reserved_names, check_target
+from .places import check_apart, check_target
 from .plan import ConversionOptions, ConversionPlan, options_from, plan_conversion
 from .sources import find_source_for
 from .staging import exclusive, staged_folder
@@ -96,7 +96,7 @@ def convert_checkpoint(
     seconds = {}
 
     found = find_source_for(source, target, options.overwrite)
-    check_reserved_names(found.folder, target)
+    check_apart(found.folder, target)
     with exclusive(target):
         started = time.perf_counter()
         plan = plan_conversion(found.folder, target, options)

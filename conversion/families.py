@@ -1,6 +1,7 @@
 """Model families whose checkpoints can be converted, as data."""
 
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import Literal
 
 
@@ -302,6 +303,7 @@ REFUSED_FAMILIES = {
 def families_table() -> str:
     """What can be converted, and what is exact, as text."""
     rows = [("model_type", "its tensors", "its gates", "logits")]
+    reasons: dict[str, int] = {}
     reference = (REFERENCE["headwise"], REFERENCE["elementwise"])
     for family in (*FAMILIES.values(), REFERENCE_WITHOUT_GATES, *reference):
         changes = [
@@ -317,14 +319,19 @@ def families_table() -> str:
             granularity = family.fixed_fields.get("gate_granularity")
             name += f" of the paper's code, {granularity or 'no'} gates"
         own = family.fixed_fields.get("gate_granularity")
-        exact = "bit for bit" if family.tolerance is None else f"to rounding: {family.tolerance}"
+        if family.tolerance is not None:
+            reasons.setdefault(family.tolerance, len(reasons) + 1)
+        exact = "bit for bit" if family.tolerance is None else f"to rounding ({reasons[family.tolerance]})"
         rows.append((name, " and ".join(changes) or "stay", f"{own}, read" if family.gates else "new", exact))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
     ]
+    notes = [f"({number}) {reason}" for reason, number in reasons.items()]
     refused = [f"not {name}: {reason}" for name, reason in REFUSED_FAMILIES.items()]
-    return "\n".join([*lines, "", *refused])
+    return "\n".join(
+        [*lines, "", *(line for text in (*notes, *refused) for line in wrap(text, 100, subsequent_indent="    "))]
+    )
 
 
 def family_for(config: dict) -> Family | None:

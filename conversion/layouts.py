@@ -39,7 +39,7 @@ class Piece:
     rows: Rows
 
     def read(self, file) -> Iterator[torch.Tensor]:
-        """Its rows from an open safetensors file, a part at a time."""
+        """Its rows from an open weight file ([`Shard.open`]), a part at a time."""
         view = file.get_slice(self.source)
         step = max(1, _CHUNK_BYTES // max(1, self.header.nbytes // max(1, self.header.shape[0])))
         for first, end in self.rows:
@@ -110,15 +110,20 @@ def pieces_of(checkpoint: Checkpoint, family: Family, config) -> tuple[Piece, ..
         checkpoint, family: The source.
         config ([`GatedAttentionConfig`]): Of the result.
     """
+    shared = {name for shard in checkpoint.shards for name in shard.shared if config.tie_word_embeddings}
     pieces = tuple(
-        piece for name, header in checkpoint.tensors.items() for piece in _pieces(name, header, family, config)
+        piece
+        for name, header in checkpoint.tensors.items()
+        if not (name in shared and renamed(name, family) == "lm_head.weight")
+        for piece in _pieces(name, header, family, config)
     )
     _refuse_doubles(checkpoint, pieces)
     _check_coverage(checkpoint, pieces)
     unchanged = all(
         piece.target == piece.source and piece.header == checkpoint.tensors[piece.source] for piece in pieces
     )
-    return () if unchanged and family.gates is None else pieces
+    stay = unchanged and family.gates is None and not checkpoint.is_pickled
+    return () if stay else pieces
 
 
 def _refuse_doubles(checkpoint: Checkpoint, pieces: tuple[Piece, ...]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -91,7 +90,7 @@ class Layers:
         self.model_class, self.config, self.dtype = model_class, config, dtype
         self.files = {}
         for shard in checkpoint.shards:
-            file = stack.enter_context(safe_open(shard.path, "pt"))
+            file = stack.enter_context(shard.open())
             kept = [name for name in shard.tensors if not is_dropped(name, plan.family)]
             self.files |= dict.fromkeys(kept, file)
         # The language model of a model with images has a longer name.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from .errors import ConversionError
-from .staging import partial_folder, replaced_folder
+from .staging import check_parent, partial_folder, replaced_folder
 
 
 # Name of the certificate that a conversion leaves in its result.
@@ -28,23 +28,10 @@ _WEIGHTS = (
 _LEFT_BEHIND_FOLDERS = (".git", ".cache", "__pycache__", "original", "onnx")
 
 
-def check_reserved_names(source: Path, target: Path) -> None:
+def check_apart(source: Path, target: Path) -> None:
     """
-    Refuse a source that lies where the target is staged. To be asked before anything is restored or cleared there.
-
-    Raises:
-        `ConversionError`: it does.
-    """
-    for reserved in (partial_folder(target.resolve()), replaced_folder(target.resolve())):
-        if reserved in (source.resolve(), *source.resolve().parents):
-            raise ConversionError(
-                f"the source {source} has the name of a folder that is used while {target} is made; rename it"
-            )
-
-
-def check_places(source: Path, target: Path, overwrite: bool) -> None:
-    """
-    Refuse a source and a target that overlap, and what [`check_target`] refuses.
+    Refuse a source and a target that overlap, and a source that lies where the target is staged. To be asked before anything is
+    made, restored or cleared there.
 
     Raises:
         `ConversionError`: they do.
@@ -56,6 +43,21 @@ def check_places(source: Path, target: Path, overwrite: bool) -> None:
         raise ConversionError(
             f"the source {source} and the target {target} lie within each other; give a folder apart"
         )
+    for reserved in (partial_folder(real_target), replaced_folder(real_target)):
+        if reserved in (real_source, *real_source.parents):
+            raise ConversionError(
+                f"the source {source} has the name of a folder that is used while {target} is made; rename it"
+            )
+
+
+def check_places(source: Path, target: Path, overwrite: bool) -> None:
+    """
+    Refuse what [`check_apart`] and [`check_target`] refuse.
+
+    Raises:
+        `ConversionError`: they do.
+    """
+    check_apart(source, target)
     check_target(target, overwrite)
 
 
@@ -68,9 +70,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     """
     if target.is_symlink():
         raise ConversionError(f"the target {target} is a symbolic link; give the folder itself, or remove the link")
-    parent = next(folder for folder in target.parents if folder.exists())
-    if not parent.is_dir():
-        raise ConversionError(f"the target {target} cannot be made: {parent} is a file")
+    check_parent(target)
     if not target.exists():
         return
     if not target.is_dir():
@@ -109,7 +109,7 @@ def other_files(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], tuple[str, ..
         `ConversionError`: a file is a link to nothing.
     """
     needed_code = tokenizer_code(checkpoint.folder)
-    used = {shard.name for shard in checkpoint.shards} | {INDEX_FILE}
+    used = {shard.name for shard in checkpoint.shards} | {INDEX_FILE, checkpoint.index_name}
     copied, code, unused = [], [], []
     for root, folders, names in os.walk(checkpoint.folder):
         links = [name for name in folders if (Path(root) / name).is_symlink()]

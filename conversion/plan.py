@@ -219,9 +219,10 @@ class ConversionPlan:
             f"gates    {self.config.gate_granularity}, {layers} layers x {heads} heads, {self.gates}",
         ]
         lines += [f"{verb:<8} {old} -> {new}" for old, new in self.shard_names.items()]
-        lines += [
-            f"new      {self.new_shard + ', ' if self.new_tensors else ''}{INDEX_FILE}, config.json, {', '.join(bundled_files())}"
-        ]
+        lines.append(
+            f"new      {self.new_shard + ', ' if self.new_tensors else ''}{INDEX_FILE}, config.json, and the model's code in "
+            f"{len(bundled_files())} .py files"
+        )
         if self.generation_config:
             lines.append("new      generation_config.json, with the generation settings of the source's config.json")
         if self.copied:
@@ -322,7 +323,7 @@ def plan_conversion(source: Path, target: Path, options: ConversionOptions) -> C
         `ConversionError`: the source cannot be converted, or the target is in the way.
     """
     check_places(source, target, options.overwrite)
-    checkpoint = read_checkpoint(source)
+    checkpoint = read_checkpoint(source, allow_pickled=True)
     scale = GATE_STARTS[options.init].gate_scale
     reading = read_source(checkpoint, options.granularity, options.has_gate_bias, gate_scale=scale)
     if reading.family.gates is not None and options.init != "identity":
@@ -336,9 +337,10 @@ def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> Conve
     """What to write of a source that was read."""
     checkpoint = reading.checkpoint
     if reading.pieces and options.link in ("hard", "reflink"):
+        what = "pickled" if checkpoint.is_pickled else reading.family.model_type
         raise ConversionError(
-            f'`link` must be "auto" or "copy" (--link copy) for {checkpoint.folder}: the tensors of this {reading.family.model_type} '
-            f"checkpoint have to be rewritten; got {options.link!r}"
+            f'`link` must be "auto" or "copy" (--link copy) for {checkpoint.folder}: the tensors of this {what} checkpoint have to be '
+            f"rewritten; got {options.link!r}"
         )
     used = {piece.source for piece in reading.pieces} or checkpoint.tensors.keys()
     kept = [shard for shard in checkpoint.shards if not used.isdisjoint(shard.tensors)]

@@ -78,7 +78,7 @@ def verify_conversion(
             raise ConversionError(
                 f"the certificate of {target} is of {named[0]}@{named[1]}, the source given is {found.repo_id}@{found.revision}"
             )
-    plan = _plan_again(read_checkpoint(found.folder), written, target, certificate)
+    plan = _plan_again(read_checkpoint(found.folder, allow_pickled=True), written, target, certificate)
     checks.append(f"config: as a conversion of a {plan.family.model_type} checkpoint gives it")
     audit_headers(plan, target)
     checks.append(f"headers: {len(plan.tensors)} tensors in {len(written.shards)} files, names, shapes and formats")

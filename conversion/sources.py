@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from .checkpoint import PICKLED_SINGLE_FILE
 from .errors import ConversionError
 from .places import OTHER_WEIGHTS, check_target
 
@@ -14,7 +15,7 @@ from .places import OTHER_WEIGHTS, check_target
 # `org/name`, or `org/name@revision`.
 _HUB_ID = re.compile(r"^(?P<repo_id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?$")
 
-# Weights in other formats, or a second time, and other frameworks' folders.
+# Weights in other formats, or a second time, and other frameworks' folders. Of a repository without safetensors, pickled ones are.
 _NOT_FETCHED = (*OTHER_WEIGHTS, "consolidated*", "*.onnx*", "onnx/*", "original/*")
 
 
@@ -50,6 +51,11 @@ def find_source(source: str | Path, revision: str | None = None) -> Source:
     repo_id, revision = match["repo_id"], match["revision"] or revision
     try:
         snapshot = Path(snapshot_download(repo_id, revision=revision, ignore_patterns=list(_NOT_FETCHED)))
+        if not any(snapshot.glob("*.safetensors")):
+            # The same commit: of a branch, another may have become the newest.
+            snapshot_download(
+                repo_id, revision=snapshot.name, allow_patterns=[PICKLED_SINGLE_FILE, "pytorch_model-*.bin"]
+            )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConversionError(
             f"{source} is no folder here, and could not be fetched from the Hub ({type(error).__name__}: {error}); give a folder, or "

@@ -1,11 +1,9 @@
 """A folder that appears under its name only when it is complete."""
 
-import hashlib
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -27,30 +25,54 @@ def replaced_folder(target: Path) -> Path:
     return target.parent / f".{target.name}.replaced"
 
 
+def check_parent(target: Path) -> None:
+    """
+    Refuse a target that lies in a file.
+
+    Raises:
+        `ConversionError`: it does.
+    """
+    parent = next(folder for folder in target.parents if folder.exists())
+    if not parent.is_dir():
+        raise ConversionError(f"the target {target} cannot be made: {parent} is a file")
+
+
 @contextmanager
 def exclusive(target: Path) -> Iterator[None]:
     """
     Hold the right to make `target`. A folder that a killed run had moved away is given back first.
 
-    The lock lies with the temporary files, not beside the target: it has to outlive the last rename, and no file should be
-    left behind there.
+    The lock lies beside the target, where whoever makes it looks, from another machine or with other temporary files too. It goes
+    when it is given up, and folders that were made for it go if nothing came into them.
 
     Raises:
-        `ConversionError`: another process is making the same target.
+        `ConversionError`: another process is making the same target, or it lies in a file.
     """
-    digest = hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:24]
-    lock = FileLock(Path(tempfile.gettempdir()) / f"gated_attention-{digest}.lock")
+    check_parent(target)
+    made = [folder for folder in target.parents if not folder.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(target.parent / f".{target.name}.lock")
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConversionError(f"another process is making {target} (it holds {lock.lock_file}); wait for it") from None
-    try:
-        if replaced_folder(target).exists() and not target.exists():
-            logger.warning("giving back %s, which a killed run had moved away", target)
-            replaced_folder(target).rename(target)
-        yield
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ConversionError(
+                f"another process is making {target} (it holds {lock.lock_file}); wait for it"
+            ) from None
+        try:
+            if replaced_folder(target).exists() and not target.exists():
+                logger.warning("giving back %s, which a killed run had moved away", target)
+                replaced_folder(target).rename(target)
+            yield
+        finally:
+            # While it is held: whoever opened the file meanwhile sees that it is gone, and makes a new one.
+            with suppress(OSError):  # Windows keeps a file that is open
+                Path(lock.lock_file).unlink()
+            lock.release()
     finally:
-        lock.release()
+        for folder in made:
+            with suppress(OSError):  # it is the target's home now
+                folder.rmdir()
 
 
 @contextmanager
@@ -69,7 +91,6 @@ def staged_folder(
         key: Says what is being made.
         before_placing: Called before the folder takes its place, to look again at what is there.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     staging = partial_folder(target)
     _clear(staging, read_journal(staging, key) if key else [])
     staging.mkdir(exist_ok=True)

@@ -60,7 +60,7 @@ def compare_numbers(plan: ConversionPlan, folder: Path) -> None:
             for name in {weight_map[piece.target] for piece in plan.pieces}
         }
         for shard in plan.shards:
-            with safe_open(shard.path, "pt") as source:
+            with shard.open() as source:
                 for piece in plan.pieces:
                     if piece.source not in shard.tensors:
                         continue

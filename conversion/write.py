@@ -5,9 +5,11 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -15,6 +17,7 @@ from ..modeling_gated.bundle import write_code_bundle
 from .checkpoint import FLOAT_FORMATS, INDEX_FILE, Shard, TensorHeader
 from .errors import ConversionError
 from .journal import Journal, NoJournal, hash_file
+from .layouts import Piece
 from .plan import ConversionPlan, format_bytes, free_bytes
 
 
@@ -136,29 +139,60 @@ def _reflink(source: Path, destination: Path, must: bool) -> bool:
 
 
 def _rewrite_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
-    """Write each of the source's shards anew: a header, and ranges of the source's bytes, which need not go through memory."""
+    """Write each of the source's shards anew: a header, and the bytes of its tensors."""
     total = sum(piece.header.nbytes for piece in plan.pieces)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=None) as bar:
         for shard in plan.shards:
-            header, ranges = _rewritten(plan, shard)
+            # Wide formats first keeps every tensor aligned to its own width.
+            pieces = [piece for piece in plan.pieces if piece.source in shard.tensors]
+            pieces.sort(key=lambda piece: -FLOAT_FORMATS[piece.header.dtype].itemsize)
+            header, size = encoded_header({piece.target: piece.header for piece in pieces})
             destination = folder / plan.shard_names[shard.name]
-            if journal.has(destination, partial(_hash_of_ranges, shard.path, header, ranges)):
-                bar.update(sum(count for _, count in ranges))
+            if journal.has(destination, partial(_hash_to_be, shard, header, pieces)):
+                bar.update(size)
                 continue
-            with shard.path.open("rb") as source, destination.open("wb") as file:
+            with destination.open("wb") as file:
                 file.write(header)
-                file.flush()
-                for start, count in ranges:
-                    _copy_range(source.fileno(), file.fileno(), start, count, bar)
+                if shard.is_pickled:
+                    for block in _tensor_blocks(shard, pieces):
+                        file.write(block)
+                        bar.update(block.nbytes)
+                else:
+                    file.flush()
+                    with shard.path.open("rb") as source:
+                        for start, count in _ranges(shard, pieces):
+                            _copy_range(source.fileno(), file.fileno(), start, count, bar)
             journal.add(destination)
 
 
-def _rewritten(plan: ConversionPlan, shard: Shard) -> tuple[bytes, list[tuple[int, int]]]:
-    """The header of a shard's counterpart, and which bytes of the shard follow it: (first, how many), in order."""
-    # Wide formats first keeps every tensor aligned to its own width.
-    pieces = [piece for piece in plan.pieces if piece.source in shard.tensors]
-    pieces.sort(key=lambda piece: -FLOAT_FORMATS[piece.header.dtype].itemsize)
-    header, _ = encoded_header({piece.target: piece.header for piece in pieces})
+def _hash_to_be(shard: Shard, header: bytes, pieces: list[Piece]) -> str:
+    """What the hash of a rewritten shard has to be."""
+    digest = hashlib.sha256(header)
+    for block in (_tensor_blocks if shard.is_pickled else _range_blocks)(shard, pieces):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _tensor_blocks(shard: Shard, pieces: list[Piece]) -> Iterator[np.ndarray]:
+    """The bytes of pieces of a pickled shard, where a tensor may be a view of a larger one."""
+    with shard.open() as file:
+        for piece in pieces:
+            for part in piece.read(file):
+                yield part.contiguous().view(torch.uint8).reshape(-1).numpy()
+
+
+def _range_blocks(shard: Shard, pieces: list[Piece]) -> Iterator[bytes]:
+    """The bytes of pieces of a safetensors shard."""
+    with shard.path.open("rb", buffering=0) as file:
+        for start, count in _ranges(shard, pieces):
+            file.seek(start)
+            while count and (block := file.read(min(count, _CHUNK_BYTES))):
+                yield block
+                count -= len(block)
+
+
+def _ranges(shard: Shard, pieces: list[Piece]) -> list[tuple[int, int]]:
+    """Which bytes of a safetensors shard are the pieces': (first, how many), in order. They need not go through memory."""
     offsets = data_offsets(shard.path)
     ranges: list[tuple[int, int]] = []
     for piece in pieces:
@@ -170,7 +204,7 @@ def _rewritten(plan: ConversionPlan, shard: Shard) -> tuple[bytes, list[tuple[in
         ranges += [
             (offsets[piece.source][0] + (first_row + start) * row, (end - start) * row) for start, end in piece.rows
         ]
-    return header, [(start, count) for start, count in ranges if count]
+    return [(start, count) for start, count in ranges if count]
 
 
 def data_offsets(path: Path) -> dict[str, tuple[int, int]]:
@@ -196,21 +230,6 @@ def _copy_range(source: int, destination: int, start: int, count: int, bar: tqdm
             raise OSError(errno.EIO, "the source became shorter while it was read")
         start, count = start + copied, count - copied
         bar.update(copied)
-
-
-def _hash_of_ranges(path: Path, header: bytes, ranges: list[tuple[int, int]]) -> str:
-    """What the hash of a rewritten shard has to be."""
-    digest = hashlib.sha256(header)
-    with path.open("rb", buffering=0) as file:
-        for start, count in ranges:
-            file.seek(start)
-            while count:
-                block = file.read(min(count, _CHUNK_BYTES))
-                if not block:
-                    return ""
-                digest.update(block)
-                count -= len(block)
-    return digest.hexdigest()
 
 
 def encoded_header(tensors: dict[str, TensorHeader]) -> tuple[bytes, int]:

@@ -72,7 +72,7 @@ def test_headers_only(source, target):
 def test_refusals_are_one_line_and_exit_1(tmp_path, target, dry_run):
     process = run("convert", tmp_path / "nowhere", target, *dry_run)
     assert process.returncode == 1
-    assert process.stderr.startswith("gated-attention: the source")
+    assert process.stderr.startswith("gated-attention: ") and "is not a folder" in process.stderr
     assert "Traceback" not in process.stderr
     assert not target.exists()
 
@@ -83,3 +83,4 @@ def test_families_lists_each_with_what_is_exact():
     for family in FAMILIES.values():
         assert family.model_type in process.stdout
     assert "bit for bit" in process.stdout and "to rounding" in process.stdout and "not olmo2" in process.stdout
+    assert max(map(len, process.stdout.splitlines())) <= 100

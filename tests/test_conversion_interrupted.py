@@ -94,7 +94,7 @@ convert.convert_checkpoint({str(source)!r}, {str(target)!r})
     before = tree_hashes(source)
     process = subprocess.run([sys.executable, "-c", script], capture_output=True)
     assert process.returncode == -signal.SIGKILL
-    assert leftovers(target) == [f".{target.name}.partial"]
+    assert leftovers(target) == [f".{target.name}.lock", f".{target.name}.partial"]
     assert tree_hashes(source) == before
     assert_next_run_works(source, target)
 
@@ -305,7 +305,7 @@ convert.convert_checkpoint({str(source)!r}, {str(target)!r})
     assert process.stdout.readline() == "ready\n"
     with pytest.raises(ConversionError, match="another process"):
         convert_checkpoint(source, target)
-    assert leftovers(target) == [f".{target.name}.partial"]
+    assert leftovers(target) == [f".{target.name}.lock", f".{target.name}.partial"]
     process.kill()
     process.communicate()
     assert_next_run_works(source, target)

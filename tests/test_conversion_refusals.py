@@ -76,11 +76,6 @@ def truncated_header(source):
     (source / "model.safetensors").write_bytes(b"\x10\x00\x00")
 
 
-def pickled(source):
-    (source / "model.safetensors").unlink()
-    torch.save(tiny_llama().state_dict(), source / "pytorch_model.bin")
-
-
 def no_weights(source):
     (source / "model.safetensors").unlink()
 
@@ -160,7 +155,6 @@ def adapter_beside_the_weights(source):
         (packed_int4_without_config, [r"up_proj\.weight", "I32", "dequantise"]),
         (truncated, [r"model\.safetensors", "damaged or cut short"]),
         (truncated_header, [r"model\.safetensors", "damaged or cut short"]),
-        (pickled, [r"pytorch_model\.bin", "run code", "save_pretrained"]),
         (no_weights, [r"neither model\.safetensors nor"]),
         (no_config, [r"no config\.json"]),
         (broken_config, [r"config\.json is not valid JSON"]),

@@ -3,7 +3,6 @@
 from copy import deepcopy
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -34,7 +33,7 @@ class LayerSource:
         self.device = torch.device(device)
         self.files = {}
         for shard in checkpoint.shards:
-            file = safe_open(shard.path, framework="pt")
+            file = shard.open()
             self.files |= dict.fromkeys(shard.tensors, file)
         self.rotary = LlamaRotaryEmbedding(config).to(self.device)
 

@@ -16,7 +16,7 @@ from ...configuration import GatedAttentionConfig
 from ..checkpoint import FLOAT_FORMATS, Checkpoint, read_checkpoint
 from ..errors import ConversionError, NothingToTransferError
 from ..gated_config import family_of
-from ..places import check_places, check_reserved_names
+from ..places import check_apart, check_places
 from ..plan import ConversionOptions, ConversionPlan, Granularity, Reading, options_from, plan_of, read_source
 from ..staging import exclusive, staged_folder
 from ..verify import audit_headers
@@ -123,7 +123,7 @@ def transfer_sinks(
     """
     options = options_from(TransferOptions, options, fields)
     source, target = Path(source), Path(os.path.abspath(target))
-    check_reserved_names(source, target)
+    check_apart(source, target)
     with exclusive(target):
         check_places(source, target, options.overwrite)
         reading = _read(source, options)
@@ -176,7 +176,7 @@ def predict_transfer(
 
 
 def _read(source: Path, options: TransferOptions) -> Reading:
-    checkpoint = read_checkpoint(source)
+    checkpoint = read_checkpoint(source, allow_pickled=True)
     _refuse_other_attention(checkpoint)
     family = family_of(checkpoint)
     if family.gates is not None:
