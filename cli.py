@@ -51,6 +51,11 @@ _LayerByLayer = Annotated[
     ),
 ]
 
+_VerifyStock = Annotated[
+    Literal["none", "headers", "logits"],
+    typer.Option(help="Check nothing; or names, shapes and formats; or also run both models."),
+]
+
 
 @app.command()
 def convert(
@@ -143,6 +148,88 @@ def verify(
         _fail(error)
     for check in verification.checks:
         typer.echo(check)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="Folder of the gated model, never written to.")],
+    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    to: Annotated[
+        Literal["qwen3_5", "qwen3_next", "lfm3"],
+        typer.Option(help="Qwen's have elementwise gates, LFM3 headwise ones; all have QK-norm."),
+    ],
+    widen_gates: Annotated[
+        bool,
+        typer.Option("--widen-gates", help="Repeat headwise gates for each channel: the same function, elementwise."),
+    ] = False,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest relative error of the logits in the format that is saved.  [default: 1e-5 in float32; in 16 bits twice the "
+            "error that the model itself has there, beside its logits in float32]"
+        ),
+    ] = None,
+    verify: _VerifyStock = "logits",
+    layer_by_layer: _LayerByLayer = None,
+    overwrite: _Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+) -> None:
+    """Write a gated model as a stock architecture of transformers, which runs without custom code."""
+    from .conversion import ConversionError, export_checkpoint
+    from .conversion.stock import plan_export
+
+    try:
+        if dry_run:
+            typer.echo(plan_export(source, target, to, widen_gates, overwrite).describe())
+            return
+        result = export_checkpoint(
+            source,
+            target,
+            to,
+            widen_gates=widen_gates,
+            max_error=max_error,
+            verify=verify,
+            layer_by_layer=layer_by_layer,
+            overwrite=overwrite,
+        )
+    except (ConversionError, OSError) as error:
+        _fail(error)
+    _say_stock(result)
+
+
+@app.command()
+def strip(
+    source: Annotated[Path, typer.Argument(help="Folder of the gated model, never written to.")],
+    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    link: Annotated[
+        Literal["auto", "copy", "reflink", "hard"],
+        typer.Option(help="How files get there of which no tensor changes; as for convert."),
+    ] = "auto",
+    verify: _VerifyStock = "logits",
+    layer_by_layer: _LayerByLayer = None,
+    overwrite: _Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+) -> None:
+    """Give back the model without its gates, while they are the identity: the stock checkpoint that it was."""
+    from .conversion import ConversionError, strip_checkpoint
+    from .conversion.stock import plan_strip
+
+    try:
+        if dry_run:
+            typer.echo(plan_strip(source, target, link, overwrite).describe())
+            return
+        result = strip_checkpoint(
+            source, target, link=link, verify=verify, layer_by_layer=layer_by_layer, overwrite=overwrite
+        )
+    except (ConversionError, OSError) as error:
+        _fail(error)
+    _say_stock(result)
+
+
+def _say_stock(result) -> None:
+    typer.echo(result.plan.describe())
+    typer.echo(result.describe())
+    typer.echo(f"done     {', '.join(f'{step} {seconds:.2f} s' for step, seconds in result.seconds.items())}")
 
 
 @app.command()

@@ -20,6 +20,8 @@ class Family:
         gates: Where the family's own gates are. `None`: it has none, and gets some. `"q_proj_per_head"`, `"q_proj_per_group"`: in
             `q_proj`, behind the rows of each query head, or of each group that shares a key head. `"g_proj"`: apart.
         renames: Parts of tensor names, and what takes their place in order.
+        aliases: As `renames`, of names that a checkpoint may have, and does not have where transformers saves it.
+        stacks_experts: Whether all experts of a layer are one tensor where transformers saves them.
         fused: Projections of the source that are several of ours, one behind the other.
         windows: Where `sliding_window` counts: in `"every_layer"`, or in those that `layer_types` names.
         expert_fields: As `config_fields`, for sources with experts.
@@ -39,6 +41,8 @@ class Family:
     has_stock_class: bool = True
     gates: Literal["q_proj_per_head", "q_proj_per_group", "g_proj"] | None = None
     renames: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    stacks_experts: bool = False
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     windows: Literal["every_layer", "layer_types"] = "layer_types"
     expert_fields: dict[str, str] = field(default_factory=dict)
@@ -216,7 +220,7 @@ FAMILIES = {
             config_fields=_NEXT_FIELDS,
             fixed_fields=_NEXT_FIXED,
             gates="q_proj_per_head",
-            renames=_LANGUAGE_MODEL,
+            aliases=_LANGUAGE_MODEL,
             tolerance=_GATES_SPLIT,
             ignored=("mtp", "model.visual"),
         ),
@@ -226,7 +230,8 @@ FAMILIES = {
             config_fields=_without(_NEXT_FIELDS, "intermediate_size"),
             fixed_fields=_NEXT_FIXED | {"norm_topk_prob": True},
             gates="q_proj_per_head",
-            renames=_LANGUAGE_MODEL,
+            aliases=_LANGUAGE_MODEL,
+            stacks_experts=True,
             expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT,
             tolerance=_GATES_SPLIT,
             ignored=("mtp", "model.visual"),
@@ -310,7 +315,7 @@ def families_table() -> str:
             word
             for word, applies in (
                 ("split", family.takes_projections_apart),
-                ("renamed", family.renames),
+                ("renamed", family.renames or family.aliases),
             )
             if applies
         ]

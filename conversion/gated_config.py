@@ -132,7 +132,8 @@ def _refuse_other_layers(checkpoint: Checkpoint, family: Family, source_config) 
                 f"{where}: {name} must be {value} for a {family.model_type} checkpoint to be read, got {found}: the gated model "
                 "has no counterpart of it"
             )
-    if "full_attention" in source_config.rope_parameters and "sliding_attention" in kinds:
+    rope = source_config.rope_parameters
+    if "sliding_attention" in kinds and rope.get("sliding_attention") != rope.get("full_attention"):
         raise ConversionError(
             f"{where}: layer_types has sliding_attention, with a RoPE of its own; the gated model has one RoPE for all layers"
         )
@@ -225,24 +226,32 @@ def _expert_fields(family: Family, source_config) -> dict:
 
 def _compare_rope(checkpoint: Checkpoint, source_config, config: GatedAttentionConfig) -> None:
     """RoPE has no tensors that an audit of headers would compare, and many forms of config."""
+    if not is_same_rope(source_config, config):
+        raise ConversionError(
+            f"{checkpoint.folder / 'config.json'}: its RoPE ({source_config.rope_parameters}) could not be carried over"
+        )
+
+
+def is_same_rope(stock_config, config: GatedAttentionConfig) -> bool:
+    """Whether a stock model turns queries and keys as the gated one does."""
     ours = Phi3RotaryEmbedding(config)
-    if "full_attention" in source_config.rope_parameters:
-        stock = Lfm3RotaryEmbedding(source_config)
-        inv_freq, scaling = stock.full_attention_inv_freq, stock.full_attention_attention_scaling
+    by_layer_type = {}
+    if "full_attention" in stock_config.rope_parameters:
+        stock = Lfm3RotaryEmbedding(stock_config)
+        by_layer_type["layer_type"] = kind = stock.layer_types[0]
+        inv_freq, scaling = getattr(stock, f"{kind}_inv_freq"), getattr(stock, f"{kind}_attention_scaling")
     else:
-        stock = Phi3RotaryEmbedding(source_config)
+        stock = Phi3RotaryEmbedding(stock_config)
         inv_freq, scaling = stock.inv_freq, stock.attention_scaling
     same = torch.equal(inv_freq, ours.inv_freq) and scaling == ours.attention_scaling
     rope_type = config.rope_parameters["rope_type"]
     if rope_type in ("longrope", "dynamic"):
         # They turn at other speeds beyond the length that they were trained on.
         beyond = config.max_position_embeddings + 1
-        long = [ROPE_INIT_FUNCTIONS[rope_type](one, seq_len=beyond) for one in (source_config, config)]
-        same = same and torch.equal(long[0][0], long[1][0]) and long[0][1] == long[1][1]
-    if not same:
-        raise ConversionError(
-            f"{checkpoint.folder / 'config.json'}: its RoPE ({source_config.rope_parameters}) could not be carried over"
-        )
+        turn = ROPE_INIT_FUNCTIONS[rope_type]
+        theirs, mine = turn(stock_config, seq_len=beyond, **by_layer_type), turn(config, seq_len=beyond)
+        same = same and torch.equal(theirs[0], mine[0]) and theirs[1] == mine[1]
+    return same
 
 
 def _dtype_as_loaded(checkpoint: Checkpoint, source_config) -> torch.dtype:

@@ -92,7 +92,7 @@ def fused_rows(config, granularity: str | None) -> int:
 
 
 def renamed(name: str, family: Family) -> str:
-    for theirs, ours in family.renames:
+    for theirs, ours in (*family.aliases, *family.renames):
         name = name.replace(theirs, ours)
     return name
 

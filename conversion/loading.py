@@ -1,7 +1,7 @@
 """Loads a source, its result, or one layer of each, so that both compute what can be compared bit for bit."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -17,7 +17,6 @@ from ..modeling_gated import GatedAttentionForCausalLM
 from ..modeling_gated.attention import GatedAttention
 from .checkpoint import Checkpoint
 from .errors import ConversionError
-from .layouts import is_dropped
 from .plan import ConversionPlan
 from .rejoin import rejoin_projections
 
@@ -81,7 +80,7 @@ class Layers:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        plan: ConversionPlan,
+        is_left_out: Callable[[str], bool],
         model_class: type,
         config,
         dtype: torch.dtype,
@@ -91,7 +90,7 @@ class Layers:
         self.files = {}
         for shard in checkpoint.shards:
             file = stack.enter_context(shard.open())
-            kept = [name for name in shard.tensors if not is_dropped(name, plan.family)]
+            kept = [name for name in shard.tensors if not is_left_out(name)]
             self.files |= dict.fromkeys(kept, file)
         # The language model of a model with images has a longer name.
         self.prefix = next(name for name in self.files if ".layers." in name).partition(".layers.")[0]

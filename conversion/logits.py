@@ -1,6 +1,7 @@
 """Runs a source and its gated twin on the same tokens and compares what comes out."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -8,10 +9,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedModel
 
+from ..configuration import GatedAttentionConfig
 from ..modeling_gated import GatedAttentionForCausalLM
 from .checkpoint import read_checkpoint
 from .comparison import Comparison, difference, layer_difference
 from .errors import ConversionError
+from .layouts import is_dropped
 from .loading import (
     Layers,
     dtype_to_compare_in,
@@ -52,13 +55,18 @@ def compare_models(plan: ConversionPlan, folder: Path, layer_by_layer: bool | No
         `ConversionError`: source or result does not load cleanly, the source cannot be run, or outputs differ.
     """
     if layer_by_layer is None:
-        layer_by_layer = _bytes_in_memory(plan) > _WHOLE_MODEL_SHARE * free_memory()
+        layer_by_layer = not fits_in_memory(_bytes_in_memory(plan))
     if plan.pieces and not plan.family.has_stock_class:
         if not layer_by_layer:
             _run_alone(plan, folder)
         return None
     with torch.no_grad(), quiet():
         return (_compare_layers if layer_by_layer else _compare_whole)(plan, folder)
+
+
+def fits_in_memory(size: int) -> bool:
+    """Whether a model of so many bytes is loaded whole."""
+    return size <= _WHOLE_MODEL_SHARE * free_memory()
 
 
 def free_memory() -> int:
@@ -79,14 +87,14 @@ def _bytes_in_memory(plan: ConversionPlan) -> int:
     return sum(header.numel * width for header in plan.source.tensors.values())
 
 
-def _batches(plan: ConversionPlan) -> list[torch.Tensor]:
+def batches_for(config: GatedAttentionConfig) -> list[torch.Tensor]:
     """Random tokens: a short batch, a single longer text, and one that reaches past the window."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(2, 48), (1, 7)]
-    window = plan.config.sliding_window
-    if "sliding_attention" in plan.config.layer_types and 48 <= window + 8 <= LONGEST_WINDOW:
+    window = config.sliding_window
+    if "sliding_attention" in config.layer_types and 48 <= window + 8 <= LONGEST_WINDOW:
         sizes.append((1, window + 8))
-    return [torch.randint(plan.config.vocab_size, size, generator=generator) for size in sizes]
+    return [torch.randint(config.vocab_size, size, generator=generator) for size in sizes]
 
 
 def _window_seen(plan: ConversionPlan, batches: list[torch.Tensor]) -> bool | None:
@@ -106,7 +114,7 @@ def _found(plan: ConversionPlan, batches: list[torch.Tensor], **fields) -> Compa
 
 
 def _compare_whole(plan: ConversionPlan, folder: Path) -> Comparison:
-    batches = _batches(plan)
+    batches = batches_for(plan.config)
     # One at a time: twice the checkpoint need not fit in memory.
     with errors_of_the_source(plan):
         expected = _run(load_source(plan), batches)
@@ -137,24 +145,25 @@ def _run(model: PreTrainedModel, batches: list[torch.Tensor]) -> list:
 
 def _run_alone(plan: ConversionPlan, folder: Path) -> None:
     with torch.no_grad(), quiet():
-        logits = load_result(plan, folder)(_batches(plan)[0], use_cache=False).logits
+        logits = load_result(plan, folder)(batches_for(plan.config)[0], use_cache=False).logits
     if not logits.isfinite().all():
         raise ConversionError(f"some of the converted checkpoint's logits are NaN or infinite in {logits.dtype}")
 
 
 def _compare_layers(plan: ConversionPlan, folder: Path) -> Comparison:
-    batches = _batches(plan)
+    batches = batches_for(plan.config)
     dtype = dtype_to_compare_in(plan)
     dtype = plan.config.dtype if dtype == "auto" else dtype
     config = AutoConfig.from_pretrained(folder)
     stock = plan.family.has_stock_class
+    is_left_out = partial(is_dropped, family=plan.family)
     layers = []
     with ExitStack() as stack:
         with errors_of_the_source(plan):
             source_config = AutoConfig.from_pretrained(plan.source.folder) if stock else without_gates(plan.config)
-            source = Layers(plan.source, plan, source_class(plan), source_config, dtype, stack)
+            source = Layers(plan.source, is_left_out, source_class(plan), source_config, dtype, stack)
             states = [source.embed(batch) for batch in batches]
-        result = Layers(read_checkpoint(folder), plan, GatedAttentionForCausalLM, config, dtype, stack)
+        result = Layers(read_checkpoint(folder), is_left_out, GatedAttentionForCausalLM, config, dtype, stack)
         for theirs, ours in zip(states, [result.embed(batch) for batch in batches], strict=True):
             difference("embeddings", ours, theirs)
         for index in tqdm(range(config.num_hidden_layers), desc="Comparing", unit="layer", disable=None):

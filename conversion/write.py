@@ -18,7 +18,7 @@ from .checkpoint import FLOAT_FORMATS, INDEX_FILE, Shard, TensorHeader
 from .errors import ConversionError
 from .journal import Journal, NoJournal, hash_file
 from .layouts import Piece
-from .plan import ConversionPlan, format_bytes, free_bytes
+from .plan import ConversionPlan, Link, format_bytes, free_bytes
 
 
 # What is copied between two looks at the progress bar, and what is held in memory where bytes go through it.
@@ -86,12 +86,24 @@ def _place_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
             destination = folder / plan.shard_names[shard.name]
             if not journal.has(destination, partial(hash_file, shard.path)):
                 destination.unlink(missing_ok=True)  # of a run that was killed
-                if link == "hard":
-                    _hard_link(shard.path, destination)
-                elif link == "copy" or not _reflink(shard.path, destination, must=link == "reflink"):
-                    shutil.copyfile(shard.path, destination)
+                if place_copy(shard.path, destination, link):
                     journal.add(destination)
             bar.update(shard.size)
+
+
+def place_copy(source: Path, destination: Path, link: Link) -> bool:
+    """
+    Give a file a second place. Whether its bytes were copied, which takes time.
+
+    Raises:
+        `ConversionError`: it cannot be linked in the way that was asked for.
+    """
+    if link == "hard":
+        _hard_link(source, destination)
+    elif link == "copy" or not _reflink(source, destination, must=link == "reflink"):
+        shutil.copyfile(source, destination)
+        return True
+    return False
 
 
 def _hard_link(source: Path, destination: Path) -> None:

@@ -215,6 +215,20 @@ STOCK = {
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5000.0}},
         },
     ),
+    "lfm3_windows": (
+        Lfm3ForCausalLM,
+        Lfm3Config,
+        {
+            "use_sandwich_norm": False,
+            "pad_token_id": 0,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 5000.0}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        },
+    ),
     "lfm3_proportional_rope_and_biases": (
         Lfm3ForCausalLM,
         Lfm3Config,
@@ -477,8 +491,8 @@ def test_experts_that_do_not_fit_the_config_are_refused(tmp_path, target, case):
             {
                 "layer_types": ["full_attention", "sliding_attention", "full_attention"],
                 "rope_parameters": {
-                    kind: {"rope_type": "default", "rope_theta": 100.0}
-                    for kind in ("full_attention", "sliding_attention")
+                    kind: {"rope_type": "default", "rope_theta": theta}
+                    for kind, theta in (("full_attention", 100.0), ("sliding_attention", 50.0))
                 },
             },
             ["sliding_attention", "a RoPE of its own"],
