@@ -121,11 +121,16 @@ class Layers:
             dtype=self.dtype,
         )
         if not last:
-            base = model.base_model
-            for name, module in base.named_children():
-                if "norm" in name and not isinstance(module, nn.ModuleList):
-                    setattr(base, name, nn.Identity())
+            remove_final_norm(model)
         return model
+
+
+def remove_final_norm(model: PreTrainedModel) -> None:
+    """Let a model end with its last layer."""
+    base = model.base_model
+    for name, module in base.named_children():
+        if "norm" in name and not isinstance(module, nn.ModuleList):
+            setattr(base, name, nn.Identity())
 
 
 def one_layer_config(config, index: int):

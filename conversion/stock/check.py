@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ...modeling_gated import GatedAttentionForCausalLM
 from ..checkpoint import read_checkpoint
 from ..errors import ConversionError
-from ..loading import Layers, quiet
+from ..loading import Layers, quiet, remove_final_norm
 from ..logits import batches_for, fits_in_memory
 from .plan import StockPlan
 from .stock_config import stock_class
@@ -157,7 +157,10 @@ def _run_whole(
 def _run_layers(
     plan: StockPlan, folder: Path, batches: list[torch.Tensor], dtype: torch.dtype
 ) -> list[list[torch.Tensor]]:
-    """The states behind the last layer and the norm; each model's layers get the states of its own layers before."""
+    """
+    The states behind the last layer, before the final norm, of whose weights a part may be in the stock model's head; each model's
+    layers get the states of its own layers before.
+    """
     config = plan.model.config
     written = read_checkpoint(folder)
     with ExitStack() as stack:
@@ -170,8 +173,11 @@ def _run_layers(
         states = [[model.embed(batch) for batch in batches] for model in models]
         for index in tqdm(range(config.num_hidden_layers), desc="Comparing", unit="layer", disable=None):
             for place, model in enumerate(models):
-                layer = model.layer(index).base_model
-                states[place] = [layer(inputs_embeds=one, use_cache=False).last_hidden_state for one in states[place]]
+                layer = model.layer(index)
+                remove_final_norm(layer)
+                states[place] = [
+                    layer.base_model(inputs_embeds=one, use_cache=False).last_hidden_state for one in states[place]
+                ]
                 del layer
     return states
 

@@ -1,7 +1,7 @@
 """What an export writes: read, refused or planned, before anything is written."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
@@ -303,7 +303,12 @@ def plan_strip(source: Path, target: Path, link: Link, overwrite: bool) -> Stock
             config = _stock_config(model, family, {}, model.config.tie_word_embeddings)
             reasons[family.model_type] = rope_problems(model.config, config, family)
         if not reasons[family.model_type]:
-            return _planned(model, family, target, fill=False, link=link)
+            plan = _planned(model, family, target, fill=False, link=link)
+            named = candidates[0].model_type
+            if model.certificate and family.model_type != named and reasons.get(named):
+                note = f"it was a {named} model, which has no place for what it is now: {'; '.join(reasons[named])}"
+                plan = replace(plan, notes=(*plan.notes, note))
+            return plan
     nearest = min(reasons, key=lambda name: len(reasons[name]))
     raise ConversionError(
         f"no class of transformers computes what {source} computes without its gates; the nearest is {nearest}: "

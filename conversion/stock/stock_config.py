@@ -146,6 +146,15 @@ def stock_config(
     values |= _window_values(config, family) | _expert_values(config, family)
     values["rope_parameters"] = _rope_values(config, family)
     values |= dict(family.refused_fields)
+    class_fields = CONFIG_MAPPING[family.model_type]()
+    if family.gates == "q_proj_per_head":
+        values["full_attention_interval"] = 1  # for software that does not read `layer_types`
+    if hasattr(class_fields, "original_max_position_embeddings"):
+        # Phi-3 reads it there.
+        original = values["rope_parameters"].get("original_max_position_embeddings")
+        values |= {} if original is None else {"original_max_position_embeddings": original}
+    if not hasattr(class_fields, "head_dim") and config.head_dim * config.num_attention_heads == config.hidden_size:
+        del values["head_dim"]
     if getattr(config, "tokenizer_class", None):
         values["tokenizer_class"] = config.tokenizer_class
     return CONFIG_MAPPING[family.model_type](**values, dtype=dtype, architectures=[family.architecture])
