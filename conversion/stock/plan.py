@@ -224,7 +224,7 @@ def plan_export(source: Path, target: Path, to: Target, widen_gates: bool, overw
         ]
         way_out = f"{' or '.join(others)} could hold it" if others else "no stock class could"
         raise ConversionError(
-            f"{source} cannot be a {target_family(to, model.config).model_type} model: {'; '.join(problems)}. "
+            f"{source} cannot become {target_family(to, model.config).model_type}: {'; '.join(problems)}. "
             f"{way_out[0].upper()}{way_out[1:]}; it runs as it is with trust_remote_code=True"
         )
     return _planned(model, target_family(to, model.config), target, fill=True)
@@ -256,7 +256,7 @@ def _gate_problems(model: GatedModel, family: Family, widen_gates: bool) -> list
     if config.gate_positions != ["sdpa_output"]:
         where = ", ".join(config.gate_positions) or "nothing"
         return [
-            f"its gates are on {where} (`gate_positions`), and a {name} model's on the attention output (sdpa_output)"
+            f"its gates are on {where} (`gate_positions`), where {name} has them on the attention output (sdpa_output)"
         ]
     problems = []
     for switch, wanted in (
@@ -265,18 +265,18 @@ def _gate_problems(model: GatedModel, family: Family, widen_gates: bool) -> list
         ("gate_sharing", "head_specific"),
     ):
         if getattr(config, switch) != wanted:
-            problems.append(f"`{switch}` is {getattr(config, switch)!r}, and a {name} model's always {wanted!r}")
+            problems.append(f"`{switch}` is {getattr(config, switch)!r}, where {name} always has {wanted!r}")
     of_family = family.fixed_fields["gate_granularity"]
     if config.gate_granularity == "elementwise" and of_family == "headwise":
-        problems.append(f"its gates are elementwise, and a {name} model's headwise")
+        problems.append(f"its gates are elementwise, where {name} has headwise ones")
     if config.gate_granularity == "headwise" and of_family == "elementwise" and not widen_gates:
         problems.append(
-            f"its gates are headwise, and a {name} model's elementwise: --widen-gates (widen_gates=True) repeats each gate for "
+            f"its gates are headwise, where {name} has elementwise ones: --widen-gates (widen_gates=True) repeats each gate for "
             "every channel of its head, which is the same function"
         )
     has_bias = config.gate_bias or config.gate_input == "none"
     if has_bias and "gate_bias" not in family.config_fields and not model.is_zero(".g_proj.bias"):
-        problems.append(f"its gates have a bias that is not zero, and a {name} model's have none")
+        problems.append(f"its gates have a bias that is not zero, where {name} has none")
     return problems
 
 
@@ -306,7 +306,7 @@ def plan_strip(source: Path, target: Path, link: Link, overwrite: bool) -> Stock
             plan = _planned(model, family, target, fill=False, link=link)
             named = candidates[0].model_type
             if model.certificate and family.model_type != named and reasons.get(named):
-                note = f"it was a {named} model, which has no place for what it is now: {'; '.join(reasons[named])}"
+                note = f"it was {named}, which has no place for what it is now: {'; '.join(reasons[named])}"
                 plan = replace(plan, notes=(*plan.notes, note))
             return plan
     nearest = min(reasons, key=lambda name: len(reasons[name]))

@@ -68,7 +68,7 @@ def config_problems(config: GatedAttentionConfig, family: Family, fill: bool) ->
         if field == "router_scores_dtype" and not config.num_experts:
             continue
         if found != wanted:
-            problems.append(f"`{field}` is {found}, and a {name} model's always {wanted}")
+            problems.append(f"`{field}` is {found}, where {name} always has {wanted}")
     problems += [] if fill else _switch_problems(config, family)
     problems += _layer_problems(config, family)
     problems += _expert_problems(config, family, fill)
@@ -89,7 +89,7 @@ def _switch_problems(config: GatedAttentionConfig, family: Family) -> list[str]:
         values = {name: getattr(config, name) for name in names if name != "gate_bias"}
         if len(set(values.values())) > 1:
             shown = ", ".join(f"`{name}` is {value}" for name, value in values.items())
-            problems.append(f"{shown}, and a {family.model_type} model has one `{theirs}` for all")
+            problems.append(f"{shown}, where {family.model_type} has one `{theirs}` for all")
     return problems
 
 
@@ -98,10 +98,10 @@ def _layer_problems(config: GatedAttentionConfig, family: Family) -> list[str]:
     name = family.model_type
     has_windows = hasattr(CONFIG_MAPPING[name](), "sliding_window") and family.gates != "q_proj_per_head"
     if "sliding_attention" in kinds and not has_windows:
-        return [f"it has sliding windows, and a {name} model has none"]
+        return [f"it has sliding windows, where {name} has none"]
     if family.windows == "every_layer" and len(kinds) > 1:
         words = " and ".join(sorted(_KIND_OF_LAYER[kind] for kind in kinds))
-        return [f"it has {words} layers, and a {name} model one kind of layer"]
+        return [f"it has {words} layers, where {name} has one kind of layer"]
     return []
 
 
@@ -111,20 +111,20 @@ def _expert_problems(config: GatedAttentionConfig, family: Family, fill: bool) -
         return (
             []
             if not family.expert_fields or family.names_dense_layers
-            else [f"a {name} model has experts, and it has none"]
+            else [f"it has no experts, where {name} has some"]
         )
     if not family.expert_fields:
-        return [f"it has experts, and a {name} model has none"]
+        return [f"it has experts, where {name} has none"]
     problems = []
     if "dense" in config.mlp_layer_types and not family.names_dense_layers:
-        problems.append(f"some of its layers are dense, and a {name} model has experts in each")
+        problems.append(f"some of its layers are dense, where {name} has experts in each")
     if "norm_topk_prob" not in family.expert_fields and not config.norm_topk_prob:
-        problems.append(f"`norm_topk_prob` is False, and a {name} model's always True")
+        problems.append(f"`norm_topk_prob` is False, where {name} always has True")
     has_shared = "shared_expert_intermediate_size" in family.expert_fields
     if not has_shared and config.shared_expert_intermediate_size is not None:
-        problems.append(f"it has a shared expert, and a {name} model has none")
+        problems.append(f"it has a shared expert, where {name} has none")
     if has_shared and not fill and not (config.shared_expert_intermediate_size and config.shared_expert_gate):
-        problems.append(f"a {name} model has a shared expert with a gate, and it has not")
+        problems.append(f"it has no shared expert with a gate, where {name} has one")
     return problems
 
 
@@ -202,4 +202,4 @@ def rope_problems(config: GatedAttentionConfig, stock: PreTrainedConfig, family:
     """Whether queries and keys turn the same; of what is left unsaid, classes differ in what they take."""
     if is_same_rope(stock, config):
         return []
-    return [f"its RoPE ({config.rope_parameters}) is none that a {family.model_type} model has"]
+    return [f"its RoPE ({config.rope_parameters}) is none that {family.model_type} has"]

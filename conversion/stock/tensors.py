@@ -14,8 +14,8 @@ from .norms import split_query_and_key_weights, split_weight
 from .stock_config import EMPTY_EXPERT_WIDTH
 
 
-# What is held of a tensor at a time.
-_CHUNK_BYTES = 16 * 2**20
+# What is held of a tensor at a time: little enough for the caches.
+_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,31 @@ class OutputTensor:
                     yield torch.zeros((last - first) * part.repeat, width, dtype=dtype)
                     continue
                 rows = files[part.source].get_slice(part.source)[first:last]
-                yield self._computed(rows.reshape(last - first, -1), width, dtype, changes).repeat_interleave(
-                    part.repeat, dim=0
-                )
+                rows = self._computed(rows.reshape(last - first, -1), width, dtype, changes)
+                yield rows if part.repeat == 1 else rows.repeat_interleave(part.repeat, dim=0)
 
     def _computed(self, rows: torch.Tensor, width: int, dtype: torch.dtype, changes: "Changes") -> torch.Tensor:
         missing = width - rows.shape[1]
-        if self.factor == 1.0 and self.columns is None:
-            return torch.nn.functional.pad(rows.to(dtype), (0, missing)) if missing else rows.to(dtype)
-        exact = rows.to(torch.promote_types(dtype, torch.float32)).double() * self.factor
-        if self.columns is not None:
-            exact = exact * self.columns[: rows.shape[1]]
-        result = exact.to(dtype)
-        changes.take_down(self.name, result, exact)
-        return torch.nn.functional.pad(result, (0, missing)) if missing else result
+        rows = rows.to(dtype)
+        if self.factor != 1.0 or self.columns is not None:
+            factors = torch.full((rows.shape[1],), self.factor, dtype=torch.float64)
+            if self.columns is not None:
+                factors *= self.columns[: rows.shape[1]]
+            rows = _multiplied(self.name, rows, factors, changes)
+        return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+
+
+def _multiplied(name: str, rows: torch.Tensor, factors: torch.Tensor, changes: "Changes") -> torch.Tensor:
+    """Rows times factors (float64), in the rows' own format; what is rounded is taken down."""
+    # By powers of two a product is exact, but for what leaves the range of normal numbers; then the way back is exact too.
+    own, inverse = factors.to(rows.dtype), (1 / factors).to(rows.dtype)
+    result = rows * own
+    if (torch.frexp(factors).mantissa.abs() == 0.5).all() and torch.equal(result * inverse, rows):
+        return result
+    exact = rows.double() * factors
+    result = exact.to(rows.dtype)
+    changes.take_down(name, result, exact)
+    return result
 
 
 class Changes:
