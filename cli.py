@@ -309,6 +309,26 @@ def transfer(
         _fail(error)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    recipe: Annotated[Path, typer.Argument(help="YAML file.")],
+) -> None:
+    """
+    Train a model as a recipe says; --key value stands over the recipe's.
+
+    Keys are those of the recipe (model, data, length, parameter_groups, ...: docs/training.md) and of Trainer (learning_rate, max_steps, ...); parts of a
+    key are joined by dots: --lora.r 8, --data.0.path other.txt.
+    """
+    from .training import RecipeError, load_recipe
+    from .training import train as run_recipe
+
+    try:
+        run_recipe(load_recipe(recipe, context.args), echo=typer.echo)
+    except (RecipeError, OSError) as error:
+        _fail(error)
+
+
 @app.command()
 def inspect(
     models: _Models,

@@ -132,7 +132,9 @@ class GatedAttentionConfig(PreTrainedConfig):
             Format in which the experts' outputs are weighted: `"model"` (as in Qwen3-MoE) or `"float32"` (as in Mixtral).
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether the router's logits are returned, and the two losses below added to that of the language model.
-        router_aux_loss_coef (`float`, *optional*, defaults to 0.001): Factor on the load-balancing loss.
+        router_aux_loss_coef (`float`, *optional*):
+            Factor on the load-balancing loss. Defaults to 0.001, and to 0 without experts: trainers (TRL's) take another value
+            for a sign of experts.
         router_z_loss_coef (`float`, *optional*, defaults to 0.0): Factor on the z-loss, which keeps the router's logits small.
         gate_positions (`list[str]`, *optional*, defaults to `["sdpa_output"]`):
             What is gated (paper, section 2.2), in brackets the projection of the gate logits. `"sdpa_output"`: each head's
@@ -258,7 +260,7 @@ class GatedAttentionConfig(PreTrainedConfig):
     router_logits_dtype: Literal["model", "float32"] = "model"
     router_scores_dtype: Literal["model", "float32"] = "model"
     output_router_logits: bool = False
-    router_aux_loss_coef: int | float = 0.001
+    router_aux_loss_coef: int | float | None = None
     router_z_loss_coef: int | float = 0.0
 
     gate_positions: list[Literal["sdpa_output", "value", "key", "query", "dense_output"]] | None = None
@@ -304,6 +306,8 @@ class GatedAttentionConfig(PreTrainedConfig):
             self.no_rope_layers = [0 if self.forget_gate else 1] * self.num_hidden_layers
         if self.mlp_layer_types is None:
             self.mlp_layer_types = ["sparse" if self.num_experts else "dense"] * self.num_hidden_layers
+        if self.router_aux_loss_coef is None:
+            self.router_aux_loss_coef = 0.001 if self.num_experts else 0.0
         self._refuse_rope_values()
         self.base_model_tp_plan = self._tensor_parallel_plan()
         self.base_model_ep_plan = dict(type(self).base_model_ep_plan) if self.num_experts else None
@@ -547,7 +551,8 @@ class GatedAttentionConfig(PreTrainedConfig):
                     f"`mlp_layer_types` must not name 'sparse' layers where `num_experts` is 0; got {self.mlp_layer_types}"
                 )
             for field in fields(self):
-                if field.name in _EXPERT_FIELDS and getattr(self, field.name) != field.default:
+                default = 0.0 if field.name == "router_aux_loss_coef" else field.default
+                if field.name in _EXPERT_FIELDS and getattr(self, field.name) != default:
                     raise ValueError(
                         f"`{field.name}` must be left out where `num_experts` is 0, a dense model; got "
                         f"{getattr(self, field.name)!r}"

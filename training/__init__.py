@@ -1,0 +1,24 @@
+"""Continue pretraining or adapt a model, from one recipe."""
+
+from .errors import RecipeError
+from .parameter_groups import gate_parameters, groups_table, optimizer_groups, resolve_groups
+from .recipe import DataSource, Diagnostics, Lora, ParameterGroup, Recipe, load_recipe, make_recipe
+from .run import TrainingResult, train
+
+
+__all__ = [
+    "DataSource",
+    "Diagnostics",
+    "Lora",
+    "ParameterGroup",
+    "Recipe",
+    "RecipeError",
+    "TrainingResult",
+    "gate_parameters",
+    "groups_table",
+    "load_recipe",
+    "make_recipe",
+    "optimizer_groups",
+    "resolve_groups",
+    "train",
+]

@@ -1,0 +1,130 @@
+"""What a training leaves behind beside the model: figures as JSON, curves, and a model card."""
+
+import json
+import math
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from .recipe import Recipe
+
+
+RESULTS_FILE = "training_results.json"
+CURVES_FILE = "training_curves.png"
+
+_CURVES = [
+    ("loss", ("loss", "eval_loss")),
+    ("gradient norm", ("grad_norm", "diagnostics/grad_norm_gates")),
+    ("learning rate", ("learning_rate",)),
+    ("attention on the first token", ("diagnostics/f_attn", "diagnostics/largest_key_share")),
+    ("largest activation", ("diagnostics/largest_activation",)),
+    ("gates", ("diagnostics/gate_mean", "diagnostics/gate_closed_fraction")),
+]
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def curves(history: list[dict]) -> dict[str, list[tuple[int, float]]]:
+    """Of each figure that Trainer logged: steps and values."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for entry in history:
+        for name, value in entry.items():
+            if isinstance(value, (int, float)) and name not in ("step", "epoch"):
+                found.setdefault(name, []).append((entry["step"], float(value)))
+    return found
+
+
+def draw_curves(history: list[dict], path: Path) -> bool:
+    """Draw what was logged; whether there was something, and matplotlib to draw with."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    logged = curves(history)
+    panels = [
+        (title, [name for name in names if len(logged.get(name, ())) > (name != "eval_loss")])
+        for title, names in _CURVES
+    ]
+    panels = [(title, names) for title, names in panels if names]
+    if not panels:
+        return False
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(4.2 * columns, 3 * lines), layout="constrained", squeeze=False
+    )
+    colors = ("#0072B2", "#D55E00")
+    for axis, (title, names) in zip(axes.flat, panels, strict=False):
+        for name, color in zip(names, colors, strict=False):
+            steps, values = zip(*logged[name], strict=True)
+            marker = "o" if len(steps) < 20 or name == "eval_loss" else None
+            axis.plot(steps, values, color=color, marker=marker, markersize=3, label=name.removeprefix("diagnostics/"))
+        if title in ("gradient norm", "largest activation") and min(v for n in names for _, v in logged[n]) > 0:
+            axis.set_yscale("log")
+        axis.set(title=title, xlabel="step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        if len(names) > 1:
+            axis.legend(frameon=False, fontsize="small")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
+
+
+def write_results(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _public(path: str) -> str:
+    """A Hub id as it is; of a local path the last name, which says nothing of where it lay."""
+    return path if path.count("/") == 1 and not Path(path).exists() else Path(path).name
+
+
+def write_card(folder: Path, recipe: Recipe, content: dict, settings: dict) -> None:
+    """A model card with the data, the settings and the figures."""
+    base = recipe.model if recipe.model and recipe.model.count("/") == 1 and not Path(recipe.model).exists() else None
+    data = ModelCardData(
+        library_name="peft" if recipe.train == "lora" else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base,
+        tags=["gated-attention"],
+    )
+    sources = [f"- {_public(source.path)}, weight {source.weight:g}" for source in recipe.data]
+    final = content["final"]
+    figures = [f"| {name} | {value:.4g} |" for name, value in final.items() if isinstance(value, (int, float))]
+    lines = [
+        f"# {folder.resolve().name}",
+        "",
+        f"Trained from {_public(recipe.model) if recipe.model else 'random weights'} with gated_attention: {recipe.objective}, {recipe.train}"
+        f" parameters, {content['steps']} steps.",
+        "",
+        "## Data",
+        "",
+        *sources,
+        "",
+        "## Figures",
+        "",
+        "| | |",
+        "|---|---|",
+        *figures,
+        "",
+        *([f"![What was logged]({CURVES_FILE})", ""] if content["drawn"] else []),
+        "## Settings",
+        "",
+        "```",
+        content["groups"],
+        "```",
+        "",
+        "```yaml",
+        yaml.safe_dump(settings, sort_keys=True).strip(),
+        "```",
+        "",
+    ]
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)).save(folder / "README.md")

@@ -1,0 +1,145 @@
+"""transformers' Trainer and TRL's SFTTrainer, with parameter groups, freeze windows, and a stop at the first loss that is no number."""
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .errors import RecipeError
+from .packing import IGNORED
+from .parameter_groups import MuonAndAdamW, ResolvedGroup, drop_gradients, optimizer_groups
+
+
+class GroupedTraining:
+    """
+    What a recipe adds to a Trainer; to be mixed in before it. `groups` and `with_muon` are set before training.
+    """
+
+    groups: list[ResolvedGroup] = []
+    with_muon = False
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is not None:
+            return self.optimizer
+        of = self.model if model is None else model
+        decayed = set(self.get_decay_parameter_names(of))
+        groups = optimizer_groups(of, self.groups, self.args.learning_rate, self.args.weight_decay, decayed)
+        if not groups:
+            raise RecipeError("every parameter is frozen: there is nothing to train")
+        if self.with_muon:
+            adam = {"betas": (self.args.adam_beta1, self.args.adam_beta2), "eps": self.args.adam_epsilon}
+            self.optimizer = MuonAndAdamW(_with_muon(of, groups), adam)
+        else:
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, of)
+            self.optimizer = optimizer_class(groups, **options)
+        return self.optimizer
+
+    def _get_learning_rate(self):
+        # What is logged is the rate that the factors are of, whichever group comes first.
+        for group in self.optimizer.param_groups:
+            if group.get("factor"):
+                return group["lr"] / group["factor"]
+        return 0.0
+
+    def compute_loss(self, model, inputs, *arguments, **options):
+        # With a cache, which evaluation would make, transformers no longer tells documents in a row apart.
+        inputs["use_cache"] = False
+        return super().compute_loss(model, inputs, *arguments, **options)
+
+    def prediction_step(self, model, inputs, *arguments, **options):
+        found = super().prediction_step(model, inputs, *arguments, **options)
+        targets = (inputs["labels"][:, 1:] != IGNORED).sum()
+        totals = torch.stack([found[0].double() * targets.to(found[0].device), targets.double().to(found[0].device)])
+        self._totals = self._totals + totals
+        return found
+
+    def evaluation_loop(self, *arguments, metric_key_prefix: str = "eval", **options):
+        # Trainer averages over batches; rows that are not full would weigh as much as others, and so would their perplexity.
+        self._totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
+        loss, count = self.accelerator.reduce(self._totals.float()).tolist()
+        if count and f"{metric_key_prefix}_loss" in output.metrics:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / count
+        return output
+
+    def training_step(self, model, inputs, *arguments, **options):
+        first = inputs["input_ids"][0, :16].tolist()
+        loss = super().training_step(model, inputs, *arguments, **options)
+        if not math.isfinite(loss.item()):
+            kept = last_checkpoint(Path(self.args.output_dir))
+            raise RecipeError(
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, in a batch that begins with the tokens {first}. "
+                + (f"The last good checkpoint is {kept}" if kept else "No checkpoint was saved before")
+                + "; try a lower `learning_rate`, a longer warm-up, or a smaller `max_grad_norm`"
+            )
+        # Before gradients are clipped: those of parameters that wait must not count.
+        drop_gradients(model, self.groups, self.state.global_step)
+        return loss
+
+
+class PretrainTrainer(GroupedTraining, Trainer):
+    """Trainer, for text."""
+
+
+def sft_trainer_class() -> type:
+    """TRL's SFTTrainer with what a recipe adds."""
+    from trl import SFTTrainer
+
+    return type("RecipeSFTTrainer", (GroupedTraining, SFTTrainer), {})
+
+
+def _with_muon(model, groups: list[dict]) -> list[dict]:
+    """Matrices of the layers for Muon; embeddings, head and vectors for AdamW."""
+    layers = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name}
+    split = []
+    for group in groups:
+        for use_muon in (True, False):
+            members = [parameter for parameter in group["params"] if (id(parameter) in layers) == use_muon]
+            if members:
+                split.append({**group, "params": members, "use_muon": use_muon})
+    return split
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints in a folder, the oldest first."""
+    found = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def last_checkpoint(output_dir: Path) -> Path | None:
+    """The newest checkpoint that is complete: Trainer writes its state last."""
+    complete = [path for path in checkpoints(output_dir) if (path / "trainer_state.json").is_file()]
+    return complete[-1] if complete else None
+
+
+def refuse_silent_fallbacks(trainer: Trainer) -> None:
+    """
+    Refuse to train otherwise than was asked for: on a CPU Trainer turns FSDP into plain data parallelism, or lets each process
+    train by itself.
+
+    Raises:
+        `RecipeError`: it would.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    accelerator = trainer.accelerator
+    if trainer.args.fsdp and not getattr(accelerator, "is_fsdp2", False):
+        raise RecipeError(
+            "FSDP was asked for (`fsdp`), and accelerate would train without: it needs accelerators, and FSDP2 (`fsdp_config: {version: "
+            "2}`)"
+        )
+    if world > 1 and accelerator.num_processes == 1:
+        raise RecipeError(
+            f"{world} processes were started, and each would train by itself in the same folder: on CPUs set `use_cpu: true` and "
+            "`ddp_backend: gloo`"
+        )
+
+
+def tensors_in_optimizer(trainer: Trainer) -> int:
+    """How many numbers the optimizer holds beside the parameters."""
+    state = trainer.optimizer.state
+    return sum(
+        value.numel() for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)
+    )
