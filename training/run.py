@@ -75,7 +75,12 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
     tokenizer = _load(AutoTokenizer.from_pretrained, recipe.tokenizer or recipe.model, recipe, {})
     model = _model(recipe)
     _refuse_leaks(recipe, model)
-    trainer = _trainer(recipe, arguments, model, tokenizer)
+    try:
+        trainer = _trainer(recipe, arguments, model, tokenizer)
+    except RecipeError:
+        raise
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        raise RecipeError(f"Trainer does not take this recipe: {error}") from error
     refuse_silent_fallbacks(trainer)
     trainer.groups = _groups(recipe, trainer.model)
     trainer.with_muon = recipe.optimizer == "muon"

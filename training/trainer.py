@@ -44,17 +44,28 @@ class GroupedTraining:
                 return group["lr"] / group["factor"]
         return 0.0
 
-    def compute_loss(self, model, inputs, *arguments, **options):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         # With a cache, which evaluation would make, transformers no longer tells documents in a row apart.
         inputs["use_cache"] = False
-        return super().compute_loss(model, inputs, *arguments, **options)
+        targets = (inputs["labels"][:, 1:] != IGNORED).sum().double()
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        if not self.model.training and targets > 0:
+            loss = (found[0] if return_outputs else found).detach().double()
+            divisor = targets.to(loss.device)
+            if num_items_in_batch is not None:
+                # Divided by the targets of all processes together, and multiplied by how many there are.
+                divisor = num_items_in_batch / (self.accelerator.num_processes // self.get_tp_size())
+            self._totals = self._totals + torch.stack([loss * divisor, targets.to(loss.device)])
+        return found
 
     def prediction_step(self, model, inputs, *arguments, **options):
-        found = super().prediction_step(model, inputs, *arguments, **options)
-        targets = (inputs["labels"][:, 1:] != IGNORED).sum()
-        totals = torch.stack([found[0].double() * targets.to(found[0].device), targets.double().to(found[0].device)])
-        self._totals = self._totals + totals
-        return found
+        state = self.accelerator.gradient_state
+        if self.accelerator.num_processes > 1 and state.end_of_dataloader and state.remainder > 0:
+            # The last batch is filled up with rows from before, so that all processes have as many: they are no targets again.
+            rows = len(inputs["labels"])
+            own = min(rows, max(0, state.remainder - rows * self.accelerator.process_index))
+            inputs["labels"][own:] = IGNORED
+        return super().prediction_step(model, inputs, *arguments, **options)
 
     def evaluation_loop(self, *arguments, metric_key_prefix: str = "eval", **options):
         # Trainer averages over batches; rows that are not full would weigh as much as others, and so would their perplexity.
@@ -76,7 +87,8 @@ class GroupedTraining:
                 + "; try a lower `learning_rate`, a longer warm-up, or a smaller `max_grad_norm`"
             )
         # Before gradients are clipped: those of parameters that wait must not count.
-        drop_gradients(model, self.groups, self.state.global_step)
+        # Of the model itself: what wraps it for several processes gives its parameters other names.
+        drop_gradients(self.model, self.groups, self.state.global_step)
         return loss
 
 
