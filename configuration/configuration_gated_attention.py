@@ -306,8 +306,10 @@ class GatedAttentionConfig(PreTrainedConfig):
             self.no_rope_layers = [0 if self.forget_gate else 1] * self.num_hidden_layers
         if self.mlp_layer_types is None:
             self.mlp_layer_types = ["sparse" if self.num_experts else "dense"] * self.num_hidden_layers
-        if self.router_aux_loss_coef is None:
-            self.router_aux_loss_coef = 0.001 if self.num_experts else 0.0
+        if not self.num_experts and self.router_aux_loss_coef in (None, 0.001):
+            self.router_aux_loss_coef = 0.0  # dense checkpoints of before have 0.001
+        elif self.router_aux_loss_coef is None:
+            self.router_aux_loss_coef = 0.001
         self._refuse_rope_values()
         self.base_model_tp_plan = self._tensor_parallel_plan()
         self.base_model_ep_plan = dict(type(self).base_model_ep_plan) if self.num_experts else None

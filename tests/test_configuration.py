@@ -178,3 +178,11 @@ OWN_FIELDS = [
 def test_wrong_type_in_any_field_is_refused_with_its_name(name):
     with pytest.raises((StrictDataclassError, TypeError, ValueError), match=name):
         GatedAttentionConfig(**{name: {1, 2}})
+
+
+def test_dense_models_have_no_factor_on_a_loss_of_experts():
+    """TRL takes another value for a sign of experts; dense checkpoints of before have one in their config.json."""
+    assert GatedAttentionConfig().router_aux_loss_coef == 0.0
+    assert GatedAttentionConfig(**{"router_aux_loss_coef": 0.001}).router_aux_loss_coef == 0.0
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    assert GatedAttentionConfig(**experts).router_aux_loss_coef == 0.001

@@ -32,7 +32,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from gated_attention import GatedAttentionForCausalLM, convert_checkpoint
+from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM, convert_checkpoint
 from gated_attention.training import RecipeError, gate_parameters, load_recipe, make_recipe, resolve_groups, train
 from gated_attention.training.packing import PackedCollator, pack
 from gated_attention.training.recipe import ParameterGroup
@@ -679,6 +679,41 @@ def test_outputs(content):
     assert str(Path(content["model"]).parent) not in card  # nobody else has that path
 
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_examples_run(name, gated, tmp_path):
+    (tmp_path / "text.txt").write_text("the gate opens and the sink closes attention to the first token " * 300)
+    command = [sys.executable, EXAMPLES / name, gated, tmp_path / "text.txt", tmp_path / "out"]
+    process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert process.returncode == 0, process.stderr
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (gated, tmp_path / "out"))
+    assert type(after) is GatedAttentionForCausalLM
+    gate = "model.layers.1.self_attn.g_proj.weight"
+    assert not torch.equal(after.get_parameter(gate), before.get_parameter(gate))
+
+
+def test_recipe_for_many_gpus_names_what_there_is():
+    """What can be told without them: keys, groups and rates, layer class, on a model without numbers."""
+    recipe = load_recipe(RECIPES / "qwen3_8b_fsdp2.yaml")
+    config = GatedAttentionConfig(
+        vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, qk_norm=True, gate_granularity="headwise", gate_scale=2.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GatedAttentionForCausalLM(config)
+    groups = resolve_groups(model, recipe.parameter_groups)
+    counts = [sum(model.get_parameter(name).numel() for name in one.names) for one in groups]
+    assert counts[0] == 36 * 4096 * 32 and sum(counts) == model.num_parameters() == 8_195_453_952
+    for name in ("fsdp2", "several_nodes"):
+        fsdp = yaml.safe_load((RECIPES / "accelerate" / f"{name}.yaml").read_text())["fsdp_config"]
+        assert fsdp["fsdp_version"] == 2
+        assert fsdp["fsdp_transformer_layer_cls_to_wrap"] in model._no_split_modules
+    for path in (RECIPES / "accelerate").glob("*.yaml"):
+        assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
 def test_recipes_run(name, content, tmp_path, gated):
     """Each as it stands, but for its data, model and length of training."""
@@ -700,6 +735,7 @@ def test_recipes_run(name, content, tmp_path, gated):
         "use_cpu": True,
         "save_strategy": "no",
     }
+    changes |= {"bf16": False, "dtype": "float32", "attn_implementation": "sdpa"}
     changes |= {"gradient_accumulation_steps": 1, "length": 64, "logging_steps": 1, "warmup_steps": 1}
     if "lr_scheduler_kwargs" in recipe:
         changes["lr_scheduler_kwargs"] = {"num_decay_steps": 1}

@@ -65,7 +65,8 @@ def draw_curves(history: list[dict], path: Path) -> bool:
             steps, values = zip(*logged[name], strict=True)
             marker = "o" if len(steps) < 20 or name == "eval_loss" else None
             axis.plot(steps, values, color=color, marker=marker, markersize=3, label=name.removeprefix("diagnostics/"))
-        if title in ("gradient norm", "largest activation") and min(v for n in names for _, v in logged[n]) > 0:
+        values = [value for name in names for _, value in logged[name]]
+        if min(values) > 0 and max(values) > 20 * min(values):
             axis.set_yscale("log")
         axis.set(title=title, xlabel="step")
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -80,6 +81,9 @@ def draw_curves(history: list[dict], path: Path) -> bool:
 
 def write_results(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+_TRAINED = {"all": "all parameters", "gates": "the gates alone", "lora": "adapters"}
 
 
 def _public(path: str) -> str:
@@ -102,8 +106,8 @@ def write_card(folder: Path, recipe: Recipe, content: dict, settings: dict) -> N
     lines = [
         f"# {folder.resolve().name}",
         "",
-        f"Trained from {_public(recipe.model) if recipe.model else 'random weights'} with gated_attention: {recipe.objective}, {recipe.train}"
-        f" parameters, {content['steps']} steps.",
+        f"Trained from {_public(recipe.model) if recipe.model else 'random weights'} with gated_attention: {recipe.objective}, "
+        f"{_TRAINED[recipe.train]}, {content['steps']} steps.",
         "",
         "## Data",
         "",

@@ -114,6 +114,7 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
 
 def _training_arguments(recipe: Recipe):
     options = {"output_dir": recipe.output_dir, "remove_unused_columns": False, "logging_nan_inf_filter": False}
+    options |= {"dataloader_pin_memory": torch.cuda.is_available()}
     if recipe.objective == "sft":
         options |= {"max_length": recipe.length, "packing": recipe.packing, "shuffle_dataset": recipe.shuffle}
         # TRL has both on where nothing is said; a recipe means the same whatever its objective.

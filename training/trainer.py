@@ -48,7 +48,9 @@ class GroupedTraining:
         # With a cache, which evaluation would make, transformers no longer tells documents in a row apart.
         inputs["use_cache"] = False
         targets = (inputs["labels"][:, 1:] != IGNORED).sum().double()
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        found = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
         if not self.model.training and targets > 0:
             loss = (found[0] if return_outputs else found).detach().double()
             divisor = targets.to(loss.device)
