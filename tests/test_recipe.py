@@ -340,6 +340,15 @@ def _cut(row: dict) -> list[list[int]]:
     return found
 
 
+def test_no_token_sees_another_document_in_fine_tuning(content):
+    """TRL packs whole documents, so that no row cuts one; its evaluation is one of ours by tokens too."""
+    tokenizer = tiny_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(content["model"]).eval()
+    ids = [tokenizer(text + tokenizer.eos_token)["input_ids"] for text in texts(9, 1)]
+    result = run(content, objective="sft", max_steps=1, learning_rate=0.0, packing=True)
+    assert result.final["eval_loss"] == pytest.approx(loss_alone(model, ids), rel=1e-4)
+
+
 def test_without_packing_documents_are_padded(content):
     tokenizer = tiny_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(content["model"]).eval()
@@ -565,6 +574,34 @@ def test_saved_models_carry_their_code(content, without_package):
 model = AutoModelForCausalLM.from_pretrained({str(result.output_dir)!r}, trust_remote_code=True)
 assert type(model).__name__ == "GatedAttentionForCausalLM"
 """)
+
+
+def test_tuned_then_converted(content, source, tmp_path):
+    """Adapters on an ungated model, merged, then gates: nothing of it changes what was learned."""
+    result = run(content, model=str(source), train="lora", learning_rate=1e-2)
+    assert convert_checkpoint(result.merged, tmp_path / "converted").logits_equal
+    found, tuned = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "converted", result.merged))
+    assert torch.equal(logits_of(found), logits_of(tuned))
+    assert not torch.equal(logits_of(tuned), logits_of(AutoModelForCausalLM.from_pretrained(source)))
+
+
+def test_mixture_of_experts(content, tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    tiny_gated(**experts).save_pretrained(tmp_path / "moe")
+    tiny_tokenizer().save_pretrained(tmp_path / "moe")
+    for objective in ("pretrain", "sft"):
+        result = run(
+            content, model=str(tmp_path / "moe"), objective=objective, output_dir=content["output_dir"] + objective
+        )
+        assert all(math.isfinite(loss) for loss in losses(result))
+        assert AutoModelForCausalLM.from_pretrained(result.output_dir).config.num_experts == 4
+
+
+@pytest.mark.parametrize("option", ["gradient_checkpointing", pytest.param("torch_compile", marks=pytest.mark.slow)])
+def test_options_that_change_no_result(content, option):
+    plain = run(content, max_steps=3)
+    found = run(content, max_steps=3, output_dir=content["output_dir"] + "2", **{option: True})
+    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(plain)), rtol=1e-4, atol=1e-4)
 
 
 def test_any_causal_language_model(content, source):
