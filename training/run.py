@@ -151,7 +151,7 @@ def _resumed_from(arguments, output_dir: Path) -> Path | None:
     for path in checkpoints(output_dir):
         if not (path / "trainer_state.json").is_file():
             logger.warning("%s is unfinished and is removed", path)
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
     if asked in (None, False, "false"):
         if newest is not None:
             raise RecipeError(
