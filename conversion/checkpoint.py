@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import ConversionError
-from .pickled import PickledWeights
+from .pickled import PickledWeights, is_plain
 
 
 SINGLE_FILE = "model.safetensors"
@@ -235,8 +235,9 @@ def _pickled_headers(path: Path) -> tuple[dict[str, TensorHeader], frozenset[str
     with PickledWeights(path) as file:
         tensors = {}
         for name, tensor in file.tensors.items():
-            is_plain = tensor.layout == torch.strided and not tensor.is_quantized
-            kind = formats.get(tensor.dtype, str(tensor.dtype)) if is_plain else f"{tensor.layout} {tensor.dtype}"
+            kind = formats.get(tensor.dtype, str(tensor.dtype))
+            if not is_plain(tensor):
+                kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
             tensors[name] = TensorHeader(kind, tuple(tensor.shape))
         return tensors, file.shared()
 

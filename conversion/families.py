@@ -31,6 +31,7 @@ class Family:
         compared_in: The format in which source and result compute the same bits; by default the checkpoint's own.
         refused_fields: Fields of the source with the one value that can be read.
         ignored: Beginnings of names of tensors that the stock class passes over.
+        turns_a_part: Whether the stock class can turn a part of a head's channels and leave the others as they are.
     """
 
     model_type: str
@@ -52,6 +53,7 @@ class Family:
     compared_in: Literal["float32"] | None = None
     refused_fields: dict[str, object] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    turns_a_part: bool = False
 
     @property
     def gates_in_q_proj(self) -> bool:
@@ -166,6 +168,7 @@ FAMILIES = {
             config_defaults={"head_dim": None},
             fused={"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")},
             windows="every_layer",
+            turns_a_part=True,
             dropped_in_training=("resid_pdrop", "embd_pdrop"),
             tolerance="qkv_proj and gate_up_proj are several matrix products where they were one, which may round otherwise",
         ),
@@ -209,6 +212,7 @@ FAMILIES = {
             config_fields=_NEXT_FIELDS,
             fixed_fields=_NEXT_FIXED,
             gates="q_proj_per_head",
+            turns_a_part=True,
             expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT | _TOPK,
             names_dense_layers=True,
             ignored=("mtp",),
@@ -220,6 +224,7 @@ FAMILIES = {
             config_fields=_NEXT_FIELDS,
             fixed_fields=_NEXT_FIXED,
             gates="q_proj_per_head",
+            turns_a_part=True,
             aliases=_LANGUAGE_MODEL,
             tolerance=_GATES_SPLIT,
             ignored=("mtp", "model.visual"),
@@ -230,6 +235,7 @@ FAMILIES = {
             config_fields=_without(_NEXT_FIELDS, "intermediate_size"),
             fixed_fields=_NEXT_FIXED | {"norm_topk_prob": True},
             gates="q_proj_per_head",
+            turns_a_part=True,
             aliases=_LANGUAGE_MODEL,
             stacks_experts=True,
             expert_fields=_EXPERT_FIELDS | _SHARED_EXPERT,

@@ -105,7 +105,7 @@ def gated_config(
         config = _translate(checkpoint, family, source_config, granularity, gate_bias, gate_scale, biases)
         with torch.device("meta"):
             model = GatedAttentionForCausalLM(config)
-        _compare_rope(checkpoint, source_config, config)
+        _compare_rope(checkpoint, family, source_config, config)
     except ConversionError:
         raise
     except Exception as error:  # whatever a config can break: KeyError for an unknown activation, among others
@@ -224,12 +224,18 @@ def _expert_fields(family: Family, source_config) -> dict:
     }
 
 
-def _compare_rope(checkpoint: Checkpoint, source_config, config: GatedAttentionConfig) -> None:
+def _compare_rope(checkpoint: Checkpoint, family: Family, source_config, config: GatedAttentionConfig) -> None:
     """RoPE has no tensors that an audit of headers would compare, and many forms of config."""
-    if not is_same_rope(source_config, config):
+    part = turned_channels(config) != config.head_dim and not family.turns_a_part and family.has_stock_class
+    if part or not is_same_rope(source_config, config):
         raise ConversionError(
             f"{checkpoint.folder / 'config.json'}: its RoPE ({source_config.rope_parameters}) could not be carried over"
         )
+
+
+def turned_channels(config: GatedAttentionConfig) -> int:
+    """How many of a head's channels RoPE turns, the first half of them with the second."""
+    return 2 * Phi3RotaryEmbedding(config).inv_freq.shape[0]
 
 
 def is_same_rope(stock_config, config: GatedAttentionConfig) -> bool:
@@ -373,16 +379,35 @@ def audit_names_and_shapes(
         found = {piece.target: piece.header.shape for piece in pieces}
     else:
         found = {name: header.shape for name, header in checkpoint.tensors.items() if not is_dropped(name, family)}
+    refuse_other_tensors(
+        checkpoint, config, found, expected, new, f"a {checkpoint.config['model_type']} model", "Fetch it again"
+    )
+
+
+def refuse_other_tensors(
+    checkpoint: Checkpoint,
+    config: GatedAttentionConfig,
+    found: dict[str, tuple[int, ...]],
+    expected: dict[str, tuple[int, ...]],
+    new: set[str],
+    model: str,
+    way_out: str,
+) -> None:
+    """
+    Check names and shapes of tensors against what a config implies; those that are `new` are not looked for.
+
+    Raises:
+        `ConversionError`: a tensor is missing, has another shape, or has no place in the `model`.
+    """
     missing = expected.keys() - found.keys() - new
     if config.tie_word_embeddings:
         missing -= set(GatedAttentionForCausalLM._tied_weights_keys)
-    unexpected = found.keys() - expected.keys()
     problems = [f"{name} is missing" for name in sorted(missing)]
     if "lm_head.weight" in missing:
         problems.append(
             "the config says that the head is not tied (tie_word_embeddings false), so it cannot be taken from the embedding"
         )
-    problems += [f"{name} has no place in a {checkpoint.config['model_type']} model" for name in sorted(unexpected)]
+    problems += [f"{name} has no place in {model}" for name in sorted(found.keys() - expected.keys())]
     problems += [
         f"{name} has shape {found[name]}, the config implies {expected[name]}"
         for name in sorted(expected.keys() & found.keys())
@@ -391,7 +416,7 @@ def audit_names_and_shapes(
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ConversionError(
-            f"the tensors in {checkpoint.folder} are not those that its config.json describes: {shown}. Fetch it again"
+            f"the tensors in {checkpoint.folder} are not those that its config.json describes: {shown}. {way_out}"
         )
 
 

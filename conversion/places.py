@@ -5,6 +5,7 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ..modeling_gated.bundle import BUNDLED_MODULES
 from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from .errors import ConversionError
 from .staging import check_parent, partial_folder, replaced_folder
@@ -12,6 +13,9 @@ from .staging import check_parent, partial_folder, replaced_folder
 
 # Name of the certificate that a conversion leaves in its result.
 CERTIFICATE_FILE = "gated_attention_conversion.json"
+
+# Name of the report that an export leaves in its result.
+EXPORT_REPORT_FILE = "gated_attention_export.json"
 
 # Weights that are not read: in other formats than safetensors.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
@@ -25,6 +29,7 @@ _WEIGHTS = (
     "*.onnx_data",
     *OTHER_WEIGHTS,
 )
+BUNDLED_FILES = {f"{name}.py" for name in BUNDLED_MODULES.values()}
 _LEFT_BEHIND_FOLDERS = (".git", ".cache", "__pycache__", "original", "onnx")
 
 
@@ -101,9 +106,13 @@ def _refuse_to_lose(target: Path) -> None:
         raise ConversionError(f"the target folder {target} is a git repository, so it is not overwritten")
 
 
-def other_files(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+def other_files(checkpoint: Checkpoint, own_code: bool = False) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """
     The files to copy beside the weights, relative to the source's folder, and notes on what is left behind.
+
+    Args:
+        checkpoint: The source.
+        own_code: Whether this package's code in it is left behind without a word.
 
     Raises:
         `ConversionError`: a file is a link to nothing.
@@ -120,22 +129,26 @@ def other_files(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], tuple[str, ..
             relative = path.relative_to(checkpoint.folder)
             if not path.exists():
                 raise ConversionError(f"{path} is a link to nothing; complete the download")
-            # A certificate is of what it came with.
-            if relative in (Path("config.json"), Path(CERTIFICATE_FILE)) or not path.is_file():
+            # A certificate is of what it came with, and so is a report.
+            reports = (Path("config.json"), Path(CERTIFICATE_FILE), Path(EXPORT_REPORT_FILE))
+            if relative in reports or not path.is_file():
                 continue
             if any(fnmatch(name, pattern) for pattern in _WEIGHTS):
                 if relative.as_posix() not in used:
                     unused.append(relative.as_posix())
             elif name.endswith(".py") and relative.as_posix() not in needed_code:
-                code.append(relative.as_posix())
+                if not (own_code and relative.as_posix() in BUNDLED_FILES):
+                    code.append(relative.as_posix())
             else:
                 copied.append(relative)
-    return tuple(copied), tuple(_notes(checkpoint, code, unused))
+    return tuple(copied), tuple(_notes(checkpoint, code, unused, own_code))
 
 
-def _notes(checkpoint: Checkpoint, code: list[str], unused: list[str]) -> list[str]:
+def _notes(checkpoint: Checkpoint, code: list[str], unused: list[str], own_code: bool) -> list[str]:
     notes = []
-    if code or "auto_map" in checkpoint.config:
+    if own_code and code:
+        notes.append(f"left behind: {', '.join(code)}, which the stock class has no use for")
+    elif code or ("auto_map" in checkpoint.config and not own_code):
         notes.append(
             f"the source brings custom code ({', '.join(code) or 'auto_map'}), which is left behind: it is read as the stock "
             f"{checkpoint.config['model_type']} of transformers"

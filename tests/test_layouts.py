@@ -649,8 +649,17 @@ def test_lfm3_turns_all_channels_with_the_default_rope(tmp_path, target):
 def test_a_source_that_its_class_cannot_run_is_said_to_be_one(tmp_path, target):
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0, "partial_rotary_factor": 0.4}
     source = save_stock(tmp_path / "source", stock("lfm3", rope_parameters={"full_attention": rope}))
-    with pytest.raises(ConversionError, match=r"Lfm3ForCausalLM cannot run the source"):
+    with pytest.raises(ConversionError, match=r"its RoPE .* could not be carried over"):
         convert_checkpoint(source, target)
+    source = save_stock(tmp_path / "other", stock("qwen3_5"))
+
+    def broken(*arguments, **options):
+        raise RuntimeError("the class is broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3_5ForCausalLM, "forward", broken)
+        with pytest.raises(ConversionError, match=r"Qwen3_5ForCausalLM cannot run the source .*the class is broken"):
+            convert_checkpoint(source, target)
 
 
 def test_a_full_disk_is_not_told_to_link(tmp_path, target, monkeypatch):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -159,6 +160,41 @@ def damaged_inside(source):
     (source / "pytorch_model.bin").write_bytes(bytes(content))
 
 
+def rezipped(source, change) -> None:
+    """Write the archive anew, each entry as `change` makes it of its name and content."""
+    path = source / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            content, compression = change(name, content)
+            archive.writestr(name, content, compress_type=compression)
+
+
+def a_byte_of_the_pickle(source):
+    rezipped(
+        source,
+        lambda name, content: (
+            content[:40] + b"\xd7" + content[41:] if name.endswith("data.pkl") else content,
+            zipfile.ZIP_STORED,
+        ),
+    )
+
+
+def compressed(source):
+    rezipped(source, lambda name, content: (content, zipfile.ZIP_DEFLATED))
+
+
+def a_record_that_is_short(source):
+    rezipped(source, lambda name, content: (content[:16] if name.endswith("/data/3") else content, zipfile.ZIP_STORED))
+
+
+def on_no_device(source):
+    tensors = torch.load(source / "pytorch_model.bin")
+    tensors["model.norm.weight"] = torch.empty(32, device="meta")
+    torch.save(tensors, source / "pytorch_model.bin")
+
+
 def legacy_format(source):
     tensors = torch.load(source / "pytorch_model.bin")
     torch.save(tensors, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
@@ -198,6 +234,10 @@ def git_lfs_pointer(source):
         (holds_a_list, ["must hold a dictionary of tensors, found a list"]),
         (cut_short, ["cut short", "fetch it again"]),
         (damaged_inside, ["damaged", "fetch it again"]),
+        (a_byte_of_the_pickle, ["damaged", "fetch it again"]),
+        (compressed, ["compressed"]),
+        (a_record_that_is_short, ["not as long as its records|damaged"]),
+        (on_no_device, [r"model\.norm\.weight", "on meta"]),
         (legacy_format, ["torch before 1.6", "save_pretrained"]),
         (quantised, [r"mlp\.up_proj\.weight", "qint8", "dequantise"]),
         (integers, ["position_ids", "int64", "floating point"]),

@@ -107,6 +107,22 @@ def test_models_without_gates(tmp_path, target):
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(target)), logits_of(model))
 
 
+def test_a_family_whose_class_refuses_the_shape_is_passed_over(tmp_path, target):
+    """Llama's config wants the hidden size to be a multiple of the heads; Mistral's does not."""
+    model = tiny_gated(gate_positions=[], num_attention_heads=3, num_key_value_heads=3, head_dim=8)
+    model.save_pretrained(tmp_path / "source")
+    result = strip_checkpoint(tmp_path / "source", target)
+    assert result.plan.family.model_type == "mistral" and result.comparison.saved.equal
+
+
+def test_a_family_that_turns_all_channels_is_passed_over(tmp_path, target):
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.4}
+    model = tiny_gated(gate_positions=[], hidden_size=40, rope_parameters=rope, head_dim=10)
+    model.save_pretrained(tmp_path / "source")
+    result = strip_checkpoint(tmp_path / "source", target)
+    assert result.plan.family.model_type == "phi3" and result.comparison.saved.relative < 1e-5
+
+
 def trained(folder):
     path = sorted(folder.glob("*.safetensors"))[-1]
     edit_tensors(path, lambda tensors: tensors["model.layers.1.self_attn.g_proj.weight"][0].add_(1e-3))

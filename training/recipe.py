@@ -152,10 +152,6 @@ class Recipe:
             raise RecipeError(f"`length` must be 2 or more, got {self.length}")
         if self.new_model is not None and self.train != "all":
             raise RecipeError(f"`train` must be 'all' for a `new_model`, got {self.train!r}: its weights are random")
-        if self.train == "lora" and any(
-            group.from_step or group.until_step is not None for group in self.parameter_groups
-        ):
-            pass  # adapters may come and go too
         if self.objective == "sft" and self.long_records == "split":
             raise RecipeError(
                 "`long_records` must be 'truncate', 'drop' or 'error' with `objective: sft`, got 'split'"

@@ -16,7 +16,7 @@ from ..modeling_gated import GatedAttentionForCausalLM
 from .errors import RecipeError
 from .outputs import CURVES_FILE, RESULTS_FILE, curves, draw_curves, perplexity, write_card, write_results
 from .packing import PackedCollator, PaddedCollator
-from .parameter_groups import GATES, ResolvedGroup, freeze, gate_parameters, groups_table, resolve_groups
+from .parameter_groups import ResolvedGroup, freeze, gate_parameters, groups_table, resolve_groups
 from .recipe import Recipe, arguments_class
 from .text_data import load_records, text_rows
 from .trainer import (
@@ -359,6 +359,3 @@ def _write(recipe: Recipe, result: TrainingResult, trainer: Trainer) -> None:
         if folder == result.merged and drawn:
             shutil.copyfile(result.output_dir / CURVES_FILE, folder / CURVES_FILE)
         write_card(folder, recipe, content, settings)
-
-
-__all__ = ["GATES", "TrainingResult", "train"]

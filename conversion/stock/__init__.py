@@ -1,14 +1,13 @@
 """Out again: a gated model as a stock architecture of transformers."""
 
 from .check import LARGEST_ERROR, LARGEST_RATIO, LogitError, StockComparison
-from .export import REPORT_FILE, StockResult, export_checkpoint, strip_checkpoint
+from .export import StockResult, export_checkpoint, strip_checkpoint
 from .plan import StockPlan, plan_export, plan_strip
 
 
 __all__ = [
     "LARGEST_ERROR",
     "LARGEST_RATIO",
-    "REPORT_FILE",
     "LogitError",
     "StockComparison",
     "StockPlan",

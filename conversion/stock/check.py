@@ -118,7 +118,15 @@ def compare_with_stock(plan: StockPlan, folder: Path, layer_by_layer: bool | Non
     runs = {}
     with torch.no_grad(), quiet():
         for dtype in dict.fromkeys((saved, torch.float32)):
-            runs[dtype] = (_run_layers if layer_by_layer else _run_whole)(plan, folder, batches, dtype)
+            try:
+                runs[dtype] = (_run_layers if layer_by_layer else _run_whole)(plan, folder, batches, dtype)
+            except (ConversionError, MemoryError):
+                raise
+            except Exception as error:  # whatever a class cannot load or run
+                raise ConversionError(
+                    f"{plan.family.architecture}, or the gated model, does not run in {str(dtype).removeprefix('torch.')} "
+                    f"({type(error).__name__}: {error}), so their logits cannot be compared. Please report this with the config.json"
+                ) from error
     (exported, own), (function, exact) = runs[saved], runs[torch.float32]
     return StockComparison(
         method="layer by layer" if layer_by_layer else "whole models",

@@ -16,7 +16,7 @@ from ..._version import __version__
 from ..checkpoint import read_checkpoint
 from ..errors import ConversionError
 from ..journal import hash_file
-from ..places import check_apart, check_target
+from ..places import EXPORT_REPORT_FILE, check_apart, check_target
 from ..plan import Link, format_bytes, free_bytes
 from ..staging import exclusive, staged_folder
 from .check import StockComparison, compare_with_stock
@@ -27,10 +27,10 @@ from .write import write_stock
 
 logger = logging.getLogger(__name__)
 
-# Name of the report that an export leaves in its result.
-REPORT_FILE = "gated_attention_export.json"
-
 Verify = Literal["none", "headers", "logits"]
+
+# Relative error in float32 that no order of additions explains.
+ANOTHER_FUNCTION = 1e-2
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def strip_checkpoint(
     """
     Give back the model that gates were added to, while they are the identity, as the stock class that it was.
 
-    No number changes, and files without gates are copied or linked as they are: of a conversion those are the source's own, byte for
+    No number changes (but for zero-centred norms, which no ungated class has: 1 + weight is rounded), and files without gates are copied or linked as they are: of a conversion those are the source's own, byte for
     byte. Also for models without gates (`gate_positions=[]`).
 
     Args:
@@ -185,7 +185,9 @@ def _make(source, target, planned, verify, layer_by_layer, overwrite, max_error)
                 _refuse_error(plan, comparison, max_error, changes.rounded)
             result = StockResult(plan, seconds, changes.rounded, comparison, _matching_hashes(plan, folder))
             if plan.family.gates is not None:
-                (folder / REPORT_FILE).write_text(json.dumps(_report(result), indent=2) + "\n", encoding="utf-8")
+                (folder / EXPORT_REPORT_FILE).write_text(
+                    json.dumps(_report(result), indent=2) + "\n", encoding="utf-8"
+                )
     return result
 
 
@@ -204,17 +206,22 @@ def _refuse_error(
     if comparison.error <= limit:
         return
     worst = max(rounded, key=rounded.get) if rounded else None
+    beside = " in float32" if comparison.is_in_16_bits else ""
+    found = (
+        f"the logits of {plan.family.architecture} in {comparison.dtype} would differ from the model's{beside} by {comparison.error:.1e} "
+        f"of their size, more than {limit:.1e}, and with both in float32 by {comparison.function.relative:.1e}"
+    )
+    if comparison.function.relative > ANOTHER_FUNCTION and not rounded:
+        raise ConversionError(
+            f"{found}, although no number was rounded: that is another function. Please report this with its config.json"
+        )
     reason = (
         f"numbers of {len(rounded)} tensors were rounded, by up to {rounded[worst]:.1e} of a number in {worst}"
         if worst is not None
         else "no number was rounded, so the two classes round otherwise while they compute"
     )
-    beside = " in float32" if comparison.is_in_16_bits else ""
-    raise ConversionError(
-        f"the logits of {plan.family.architecture} in {comparison.dtype} would differ from the model's{beside} by {comparison.error:.1e} "
-        f"of their size, more than {limit:.1e}: {reason}. With both in float32 they differ by {comparison.function.relative:.1e}. Save "
-        "the model in a wider format first, or let it pass with --max-error (max_error)"
-    )
+    let_pass = "" if plan.family.gates is None else ", or let it pass with --max-error (max_error)"
+    raise ConversionError(f"{found}: {reason}. Save the model in a wider format first{let_pass}")
 
 
 def _matching_hashes(plan: StockPlan, folder: Path) -> int | None:

@@ -14,25 +14,30 @@ def zero_centered(weight: torch.Tensor) -> torch.Tensor:
     return (weight.double() - 1).to(weight.dtype)
 
 
-def _comes_back(weight: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Where `1 + stored` is the weight. In float32, as the stock classes take the sum, or wider."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return 1 + stored.to(wide) == weight.to(wide)
+def _comes_back(weight: torch.Tensor, stored: torch.Tensor, loaded: torch.dtype) -> torch.Tensor:
+    """Where `1 + stored` is the weight, as the file has both and as a model of another format loads them."""
+    same = torch.ones_like(weight, dtype=torch.bool)
+    for dtype in {weight.dtype, loaded}:
+        # In float32, as the stock classes take the sum, or wider.
+        wide = torch.promote_types(dtype, torch.float32)
+        same &= 1 + stored.to(dtype).to(wide) == weight.to(dtype).to(wide)
+    return same
 
 
-def split_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def split_weight(weight: torch.Tensor, loaded: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     What a zero-centred norm stores for a weight, and what goes into the columns of the matrices behind it.
 
     Args:
         weight (`torch.Tensor` of shape `(channels,)`): Weight of a norm that multiplies by it.
+        loaded (`torch.dtype`, *optional*): Format that the model loads in, if it is another one than the weight's.
 
     Returns:
         The weight of a norm that multiplies by 1 + weight, and a factor for each channel, 0 or plus or minus a power of two
         (float64): `(1 + stored) * factor` is the weight, exactly. `None` if all factors are 1.
     """
     stored = zero_centered(weight)
-    rounded = ~_comes_back(weight, stored)
+    rounded = ~_comes_back(weight, stored, weight.dtype if loaded is None else loaded)
     if not rounded.any():
         return stored, None
     mantissa, exponent = torch.frexp(weight.double())  # 1/2 <= |mantissa| < 1, or 0
@@ -49,7 +54,7 @@ _EXPONENTS = sorted(range(-16, 17), key=abs)
 
 
 def split_query_and_key_weights(
-    query: torch.Tensor, key: torch.Tensor, rotary_dim: int
+    query: torch.Tensor, key: torch.Tensor, turned: int, loaded: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     What zero-centred norms of queries and keys store.
@@ -59,27 +64,28 @@ def split_query_and_key_weights(
 
     Args:
         query, key (`torch.Tensor` of shape `(head_dim,)`): Weights of `q_norm` and `k_norm`.
-        rotary_dim (`int`): How many channels RoPE turns: the first half of them with the second.
+        turned (`int`): How many channels RoPE turns: the first half of them with the second.
+        loaded (`torch.dtype`, *optional*): Format that the model loads in, if it is another one than the weights'.
 
     Returns:
         The two weights to store.
     """
-    half = rotary_dim // 2
     partner = torch.arange(query.shape[0])
-    partner[:rotary_dim] = (partner[:rotary_dim] + half) % rotary_dim if rotary_dim else partner[:rotary_dim]
+    partner[:turned] = (partner[:turned] + turned // 2) % max(1, turned)
+    formats = [query.dtype if loaded is None or loaded.itemsize >= query.dtype.itemsize else loaded, key.dtype]
+    formats[1] = key.dtype if loaded is None or loaded.itemsize >= key.dtype.itemsize else loaded
     best_error = torch.full(query.shape, torch.inf, dtype=torch.float64)
     best = [torch.zeros_like(query), torch.zeros_like(key)]
     for exponent in _EXPONENTS:
         moved = [query.double() * 2.0**exponent, key.double() * 2.0**-exponent]
         stored = [zero_centered(one.to(weight.dtype)) for one, weight in zip(moved, (query, key), strict=True)]
-        errors = torch.stack(
-            [
-                torch.where(one == 0, (1 + kept.double()).abs(), ((1 + kept.double()) / one - 1).abs())
-                for one, kept in zip(moved, stored, strict=True)
-            ]
-        ).amax(0)
-        errors = torch.maximum(errors, errors[partner])
-        better = errors < best_error
-        best_error = torch.where(better, errors, best_error)
+        errors = []
+        for one, kept, dtype in zip(moved, stored, formats, strict=True):
+            found = 1 + kept.to(dtype).double()
+            errors.append(torch.where(one == 0, found.abs(), (found / one - 1).abs()))
+        error = torch.stack(errors).amax(0)
+        error = torch.maximum(error, error[partner])
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
         best = [torch.where(better, kept, before) for kept, before in zip(stored, best, strict=True)]
     return best[0], best[1]

@@ -17,6 +17,7 @@ from ..checkpoint import FLOAT_FORMATS, SINGLE_FILE, Checkpoint, Shard, is_ignor
 from ..errors import ConversionError
 from ..families import FAMILIES, Family
 from ..gate_starts import IDENTITY_SCALE
+from ..gated_config import refuse_other_tensors
 from ..places import check_places, other_files
 from ..plan import Link, format_bytes, free_bytes
 from .stock_config import config_problems, rope_problems, stock_class, stock_config, switches
@@ -90,28 +91,16 @@ def read_gated_model(folder: Path) -> GatedModel:
         raise ConversionError(
             f"{folder / 'config.json'} does not describe a model that can be built: {type(error).__name__}: {error}"
         ) from error
-    _audit(checkpoint, config, names_on_disk({name: tuple(t.shape) for name, t in model.state_dict().items()}))
-    return GatedModel(checkpoint, config, read_certificate(folder))
-
-
-def _audit(checkpoint: Checkpoint, config: GatedAttentionConfig, expected: dict[str, tuple[int, ...]]) -> None:
     found = {name: header.shape for name, header in checkpoint.tensors.items() if not is_ignored_on_load(name)}
-    missing = expected.keys() - found.keys()
-    if config.tie_word_embeddings:
-        missing -= set(GatedAttentionForCausalLM._tied_weights_keys)
-    problems = [f"{name} is missing" for name in sorted(missing)]
-    problems += [f"{name} has no place in it" for name in sorted(found.keys() - expected.keys())]
-    problems += [
-        f"{name} has shape {found[name]}, the config implies {expected[name]}"
-        for name in sorted(expected.keys() & found.keys())
-        if found[name] != expected[name]
-    ]
-    if problems:
-        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+    expected = names_on_disk({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    way_out = "It is half-written, or of two models: save or fetch it again"
+    refuse_other_tensors(checkpoint, config, found, expected, set(), "it", way_out)
+    if getattr(config, "dtype", None) is not None and config.dtype not in FLOAT_FORMATS.values():
         raise ConversionError(
-            f"the tensors in {checkpoint.folder} are not those that its config.json describes: {shown}. It is half-written, or of "
-            "two models: save or fetch it again"
+            f"{folder / 'config.json'}: dtype must be one of {', '.join(str(one).removeprefix('torch.') for one in FLOAT_FORMATS.values())}, "
+            f"got {config.dtype}"
         )
+    return GatedModel(checkpoint, config, read_certificate(folder))
 
 
 @dataclass(frozen=True)
@@ -246,9 +235,18 @@ def export_problems(model: GatedModel, to: Target, widen_gates: bool) -> list[st
     if config.mlp_bias and model.is_zero(".mlp.gate_proj.bias", ".mlp.up_proj.bias", ".mlp.down_proj.bias"):
         others = [problem for problem in others if not problem.startswith("`mlp_bias`")]
     problems += others
-    if not problems:
-        problems = rope_problems(config, _stock_config(model, family, {}, config.tie_word_embeddings), family)
-    return problems
+    return problems or _class_problems(model, family)
+
+
+def _class_problems(model: GatedModel, family: Family) -> list[str]:
+    """What the stock class's own config, or its RoPE, does not take."""
+    try:
+        stock = _stock_config(model, family, model.config.tie_word_embeddings)
+        with torch.device("meta"):
+            stock_class(family)(stock)
+    except Exception as error:  # each class has checks of its own
+        return [f"{family.model_type} does not take its config ({type(error).__name__}: {error})"]
+    return rope_problems(model.config, stock, family)
 
 
 def _gate_problems(model: GatedModel, family: Family, widen_gates: bool) -> list[str]:
@@ -299,9 +297,7 @@ def plan_strip(source: Path, target: Path, link: Link, overwrite: bool) -> Stock
     reasons = {}
     for family in candidates:
         reasons[family.model_type] = config_problems(model.config, family, fill=False)
-        if not reasons[family.model_type]:
-            config = _stock_config(model, family, {}, model.config.tie_word_embeddings)
-            reasons[family.model_type] = rope_problems(model.config, config, family)
+        reasons[family.model_type] = reasons[family.model_type] or _class_problems(model, family)
         if not reasons[family.model_type]:
             plan = _planned(model, family, target, fill=False, link=link)
             named = candidates[0].model_type
@@ -364,21 +360,31 @@ def _switch_values(config: GatedAttentionConfig, family: Family) -> dict[str, bo
     return values
 
 
-def _stock_config(model: GatedModel, family: Family, extra: dict, tied: bool) -> PreTrainedConfig:
+def _dtype(model: GatedModel) -> torch.dtype:
+    """The format that the model loads in."""
     dtype = getattr(model.config, "dtype", None)
     if dtype is None:
         first = model.checkpoint.shards[0].tensors
         dtype = FLOAT_FORMATS[first[min(first)].dtype]
-    return stock_config(model.config, family, dtype, _switch_values(model.config, family) | extra, tied)
+    return dtype
+
+
+def _stock_config(model: GatedModel, family: Family, tied: bool) -> PreTrainedConfig:
+    return stock_config(model.config, family, _dtype(model), _switch_values(model.config, family), tied)
 
 
 def _planned(model: GatedModel, family: Family, target: Path, fill: bool, link: Link = "copy") -> StockPlan:
     planner = TensorPlanner(
-        model.checkpoint, model.config, family, model.tensor, _switch_values(model.config, family) if fill else {}
+        model.checkpoint,
+        model.config,
+        family,
+        model.tensor,
+        _switch_values(model.config, family) if fill else {},
+        _dtype(model),
     )
     outputs = planner.plan()
     tied = model.config.tie_word_embeddings and not planner.unties_head
-    config = _stock_config(model, family, {}, tied)
+    config = _stock_config(model, family, tied)
     _check_against_class(model, family, config, outputs)
     notes = []
     if planner.unties_head:
@@ -386,7 +392,8 @@ def _planned(model: GatedModel, family: Family, target: Path, fill: bool, link: 
         notes.append(
             f"the head becomes a matrix of its own ({format_bytes(size)} more): powers of two of the final norm's weights go into it"
         )
-    copied, _ = other_files(model.checkpoint)
+    copied, left_behind = other_files(model.checkpoint, own_code=True)
+    notes += left_behind
     return StockPlan(
         model=model,
         family=family,

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ...configuration import GatedAttentionConfig
 from ..families import Family
-from ..gated_config import is_same_rope
+from ..gated_config import is_same_rope, turned_channels
 
 
 # Fields that decide what a model computes, and that most stock classes have no switch for. Gates, windows, experts and the form of the
@@ -200,6 +200,10 @@ def _rope_values(config: GatedAttentionConfig, family: Family) -> dict:
 
 def rope_problems(config: GatedAttentionConfig, stock: PreTrainedConfig, family: Family) -> list[str]:
     """Whether queries and keys turn the same; of what is left unsaid, classes differ in what they take."""
+    if turned_channels(config) != config.head_dim and not family.turns_a_part:
+        return [
+            f"its RoPE ({config.rope_parameters}) turns a part of the channels, where {family.model_type} turns all"
+        ]
     if is_same_rope(stock, config):
         return []
     return [f"its RoPE ({config.rope_parameters}) is none that {family.model_type} has"]

@@ -10,6 +10,7 @@ from ...modeling_gated.expert_tensors import EXPERT_TENSORS, single_experts
 from ..checkpoint import FLOAT_FORMATS, Checkpoint, TensorHeader, is_ignored_on_load
 from ..errors import ConversionError
 from ..families import Family
+from ..gated_config import turned_channels
 from .norms import split_query_and_key_weights, split_weight
 from .stock_config import EMPTY_EXPERT_WIDTH
 
@@ -155,6 +156,7 @@ class TensorPlanner:
         family: Of the stock class.
         read: Gives a tensor of the checkpoint.
         switches: Values of the stock config's bias switches.
+        loaded: Format that the stock model loads in.
     """
 
     def __init__(
@@ -164,10 +166,11 @@ class TensorPlanner:
         family: Family,
         read: Callable[[str], torch.Tensor],
         switches: dict[str, bool],
+        loaded: torch.dtype,
     ):
         self.headers = {name: header for name, header in checkpoint.tensors.items() if not is_ignored_on_load(name)}
         self.config, self.family, self.read = config, family, read
-        self.switches = switches
+        self.switches, self.loaded = switches, loaded
         self.to_zero_centered = bool(family.fixed_fields.get("zero_centered_norm")) and not config.zero_centered_norm
         self.from_zero_centered = config.zero_centered_norm and not family.fixed_fields.get("zero_centered_norm")
         self.outputs: list[OutputTensor] = []
@@ -200,7 +203,7 @@ class TensorPlanner:
         columns, how = None, ""
         weight = self.read(name)
         if self.to_zero_centered:
-            weight, columns = split_weight(weight)
+            weight, columns = split_weight(weight, self.loaded)
             how = "weight - 1" if columns is None else "weight - 1, after powers of two went into the matrices behind"
         elif self.from_zero_centered:
             weight = self._plain(name, weight)
@@ -226,9 +229,10 @@ class TensorPlanner:
             for name in names:
                 self._norm(name)
             return
-        factor = self.config.rope_parameters.get("partial_rotary_factor", 1.0)
-        stored = split_query_and_key_weights(*weights, int(self.config.head_dim * factor))
-        products = [(1 + stored[0].double()) * (1 + stored[1].double()), weights[0].double() * weights[1].double()]
+        stored = split_query_and_key_weights(*weights, turned_channels(self.config), self.loaded)
+        narrow = [min((one.dtype, self.loaded), key=lambda dtype: dtype.itemsize) for one in weights]
+        held = [1 + one.to(dtype).double() for one, dtype in zip(stored, narrow, strict=True)]
+        products = [held[0] * held[1], weights[0].double() * weights[1].double()]
         moved = any(
             not torch.equal(1 + kept.double(), weight.double()) for kept, weight in zip(stored, weights, strict=True)
         )
