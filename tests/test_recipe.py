@@ -126,6 +126,11 @@ def tensors_of(folder) -> dict[str, torch.Tensor]:
             ["`parameter_groups.0.until_step`"],
         ),
         ({"objective": "sft", "long_records": "split"}, ["`long_records`", "sft"]),
+        ({"lora": {"r": 4}}, ["`lora` must be left out with `train: all`"]),
+        (
+            {"parameter_groups": [{"pattern": "a", "from_step": 6}]},
+            ["`parameter_groups.0.from_step`", "`max_steps` 6"],
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -138,7 +143,9 @@ def test_recipes_that_make_no_sense_are_refused(content, changes, words):
 def test_command_line_stands_over_the_file(content, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content).replace("0.001", "1e-3"))
-    recipe = load_recipe(path, ["--learning_rate", "2e-5", "--lora.r=4", "--data.0.weight", "3", "--max-steps", "9"])
+    recipe = load_recipe(
+        path, ["--train", "lora", "--learning_rate", "2e-5", "--lora.r=4", "--data.0.weight", "3", "--max-steps", "9"]
+    )
     assert recipe.arguments["learning_rate"] == 2e-5 and recipe.arguments["max_steps"] == 9
     assert (recipe.lora.r, recipe.data[0].weight) == (4, 3.0)
     assert load_recipe(path).arguments["learning_rate"] == 1e-3
@@ -467,7 +474,58 @@ def test_records_longer_than_a_row(content, tmp_path):
         )
 
 
+def test_records_that_are_all_dropped(content, tmp_path):
+    data = [{"path": write_jsonl(tmp_path / "long.jsonl", [{"text": "the gate opens " * 40}] * 3)}]
+    for streaming in (False, True):
+        with pytest.raises(RecipeError, match="none of the records gives a row"):
+            run(content, data=data, long_records="drop", streaming=streaming)
+    with pytest.raises(RecipeError, match="every record is longer than `length` 32, and was dropped"):
+        run(content, data=data, long_records="drop", objective="sft")
+    with pytest.raises(RecipeError, match="`completion_only_loss` needs records with `prompt` and `completion`"):
+        run(content, objective="sft", completion_only_loss=True)
+
+
+def test_no_is_a_word(content, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content).replace("'no'", "no"))
+    recipe = load_recipe(path, ["--eval_strategy", "no", "--shuffle", "false"])
+    assert recipe.arguments["save_strategy"] == recipe.arguments["eval_strategy"] == "no"
+    assert recipe.shuffle is False
+
+
 # ---- going on
+
+
+def test_a_finished_run_is_left_as_it_is(content):
+    options = {"save_strategy": "steps", "save_steps": 3}
+    first = run(content, **options)
+    before = tensors_of(first.output_dir)
+    again = run(content, **options, resume_from_checkpoint="auto")
+    assert (again.steps, again.final, losses(again)) == (6, first.final, losses(first))
+    # Killed between its last checkpoint and its end: the end is made up for, without a step more.
+    (first.output_dir / "training_results.json").unlink()
+    (first.output_dir / "model.safetensors").unlink()
+    made_up = run(content, **options, resume_from_checkpoint="auto")
+    assert made_up.steps == 6 and made_up.final["eval_loss"] == first.final["eval_loss"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(first.output_dir).items())
+
+
+def test_mixed_streams_go_on_in_a_later_pass(content, tmp_path):
+    sources = [
+        {
+            "path": write_jsonl(tmp_path / f"{seed}.jsonl", [{"text": text} for text in texts(12, seed)]),
+            "weight": weight,
+        }
+        for seed, weight in ((3, 3), (4, 1))
+    ]
+    options = {"data": sources, "streaming": True, "max_steps": 24, "save_strategy": "steps", "save_steps": 16}
+    straight = run(content, **options)
+    stopped = Path(content["output_dir"] + "2")
+    stopped.mkdir()
+    (straight.output_dir / "checkpoint-16").rename(stopped / "checkpoint-16")
+    resumed = run(content, **options, output_dir=str(stopped), resume_from_checkpoint="auto")
+    assert losses(resumed) == losses(straight)
+    assert len(set(losses(straight)[:8])) == 8
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

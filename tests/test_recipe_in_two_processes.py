@@ -1,6 +1,7 @@
 """A recipe with two processes on a CPU trains as one process does, and goes on exactly where it was."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,12 @@ import yaml
 from test_recipe import content, gated, losses, run, tensors_of  # noqa: F401
 
 
-def in_two_processes(content, tmp_path, **changes) -> subprocess.CompletedProcess:  # noqa: F811
+def in_two_processes(content, tmp_path, environment=None, **changes) -> subprocess.CompletedProcess:  # noqa: F811
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(content | changes))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", "127.0.0.1:0", "-m", "gated_attention.cli", "train", str(recipe)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})})
 
 
 def run_twice(content, tmp_path, **changes) -> dict:  # noqa: F811
@@ -56,8 +57,10 @@ def test_two_processes(content, tmp_path, streaming):  # noqa: F811
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors_of(stopped).items())
 
 
-def test_fsdp_that_would_silently_be_something_else_is_refused(content, tmp_path):  # noqa: F811
-    fsdp = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_backend": "gloo"}
-    process = in_two_processes(content, tmp_path, **fsdp)
+@pytest.mark.parametrize("by", ["recipe", "accelerate"])
+def test_fsdp_that_would_silently_be_something_else_is_refused(content, tmp_path, by):  # noqa: F811
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2}} if by == "recipe" else {}
+    settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if by == "accelerate" else {}
+    process = in_two_processes(content, tmp_path, settings, ddp_backend="gloo", **fsdp)
     assert process.returncode != 0
     assert "FSDP was asked for" in process.stderr, process.stderr[-4000:]

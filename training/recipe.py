@@ -152,6 +152,8 @@ class Recipe:
             raise RecipeError(f"`length` must be 2 or more, got {self.length}")
         if self.new_model is not None and self.train != "all":
             raise RecipeError(f"`train` must be 'all' for a `new_model`, got {self.train!r}: its weights are random")
+        if self.train != "lora" and self.lora != Lora():
+            raise RecipeError(f"`lora` must be left out with `train: {self.train}`: it is for 'lora'")
         if self.objective == "sft" and self.long_records == "split":
             raise RecipeError(
                 "`long_records` must be 'truncate', 'drop' or 'error' with `objective: sft`, got 'split'"
@@ -206,7 +208,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         [`RecipeError`]: it cannot be read, or a key is unknown (the nearest is named) or has a value that makes no sense.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise RecipeError(f"the recipe {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -252,7 +254,7 @@ def _pairs(words: list[str]) -> Iterable[tuple[str, Any]]:
             text = words[index]
             index += 1
         try:
-            yield key.replace("-", "_"), yaml.safe_load(text)
+            yield key.replace("-", "_"), yaml.load(text, _Loader)
         except yaml.YAMLError:
             yield key.replace("-", "_"), text
 
@@ -272,6 +274,19 @@ def _set(content: Any, path: list[str], value: Any, key: str) -> None:
         if isinstance(content, dict):
             content.setdefault(place, {})
         content = content[place]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `no` is a word, as Trainer's `save_strategy: no` wants it; only true and false are what they say."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 
 
 _FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")

@@ -1,5 +1,6 @@
 """Runs a recipe."""
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainerState
 
 from ..configuration import GatedAttentionConfig
 from ..diagnostics import DiagnosticsCallback
@@ -72,6 +73,9 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
     arguments = _training_arguments(recipe)
     output_dir = Path(arguments.output_dir)
     resumed = _resumed_from(arguments, output_dir)
+    finished = _is_finished(arguments, resumed)
+    if finished and (output_dir / RESULTS_FILE).is_file():
+        return _finished_before(output_dir, resumed, echo)
     tokenizer = _load(AutoTokenizer.from_pretrained, recipe.tokenizer or recipe.model, recipe, {})
     model = _model(recipe)
     _refuse_leaks(recipe, model)
@@ -93,10 +97,16 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
         options = (recipe.diagnostics.every, recipe.diagnostics.window, recipe.diagnostics.threshold)
         trainer.add_callback(DiagnosticsCallback(trainer, kept, *options))
 
-    _run(trainer, output_dir, resumed)
+    if finished:
+        # Stopped between its last checkpoint and its end; Trainer would make one more step.
+        trainer._load_from_checkpoint(str(resumed))
+        trainer.state = TrainerState.load_from_json(str(resumed / "trainer_state.json"))
+    else:
+        _run(trainer, output_dir, resumed)
     final = {}
     last = next((entry for entry in reversed(trainer.state.log_history) if "train_loss" in entry), {})
-    final["train_loss"] = last.get("train_loss")
+    if "train_loss" in last:
+        final["train_loss"] = last["train_loss"]
     if trainer.eval_dataset is not None:
         loss = trainer.evaluate()["eval_loss"]
         final |= {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
@@ -169,6 +179,29 @@ def _resumed_from(arguments, output_dir: Path) -> Path | None:
     return path
 
 
+def _is_finished(arguments, resumed: Path | None) -> bool:
+    """Whether the checkpoint to go on from is the end already."""
+    if resumed is None:
+        return False
+    state = json.loads((resumed / "trainer_state.json").read_text())
+    return state["global_step"] >= (arguments.max_steps if arguments.max_steps > 0 else state["max_steps"])
+
+
+def _finished_before(output_dir: Path, resumed: Path, echo: Callable[[str], None]) -> TrainingResult:
+    results = json.loads((output_dir / RESULTS_FILE).read_text())
+    state = json.loads((resumed / "trainer_state.json").read_text())
+    merged = output_dir / "merged"
+    echo(f"{output_dir} is finished, after {results['steps']} steps; for more of them give a greater `max_steps`")
+    return TrainingResult(
+        output_dir,
+        results["steps"],
+        results["final"],
+        results["groups"],
+        state["log_history"],
+        merged if merged.is_dir() else None,
+    )
+
+
 def _load(loader: Callable, source: str, recipe: Recipe, options: dict):
     try:
         return loader(source, trust_remote_code=recipe.trust_remote_code, **options)
@@ -221,6 +254,9 @@ def _four_bits(recipe: Recipe):
 
 
 def _refuse_leaks(recipe: Recipe, model: PreTrainedModel) -> None:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and recipe.length > longest:
+        logger.warning("`length` %d is more than the %d positions that the model is meant for", recipe.length, longest)
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     stateful = sorted(kind for kind in kinds if kind.startswith(_STATEFUL_LAYERS))
     if recipe.packing and stateful:
@@ -245,6 +281,12 @@ def _trainer(recipe: Recipe, arguments, model: PreTrainedModel, tokenizer) -> Tr
             records = _refuse_long(recipe, records, tokenizer)
         elif recipe.long_records == "drop":
             records = records.filter(lambda record: _token_count(tokenizer, record) <= recipe.length)
+            if next(iter(records), None) is None:
+                raise RecipeError(f"every record is longer than `length` {recipe.length}, and was dropped")
+        if arguments.completion_only_loss and "completion" not in next(iter(records)):
+            raise RecipeError(
+                "`completion_only_loss` needs records with `prompt` and `completion`; these have text or messages"
+            )
         return sft_trainer_class()(
             model=model,
             args=arguments,
@@ -261,7 +303,7 @@ def _trainer(recipe: Recipe, arguments, model: PreTrainedModel, tokenizer) -> Tr
     return PretrainTrainer(
         model=model,
         args=arguments,
-        train_dataset=text_rows(recipe, records, tokenizer, recipe.streaming),
+        train_dataset=text_rows(recipe, records, tokenizer, recipe.streaming, endless=True),
         eval_dataset=None if held_out is None else text_rows(recipe, held_out, tokenizer, recipe.streaming),
         data_collator=PackedCollator() if recipe.packing else PaddedCollator(padding),
         processing_class=tokenizer,

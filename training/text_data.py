@@ -1,7 +1,9 @@
 """Records from files, folders and the Hub; mixed, in a fixed order, and packed into rows."""
 
+import copy
 import difflib
 import glob
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +145,7 @@ class Documents:
 
     def __init__(self, recipe: Recipe, records, tokenizer):
         self.records, self.tokenizer = records, tokenizer
+        self.epoch = 0
         self.length, self.long_records = recipe.length, recipe.long_records or "split"
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -171,8 +174,13 @@ class Documents:
 
     def _records(self) -> Iterator[dict]:
         read = 0
+        records = self.records
+        if hasattr(records, "set_epoch"):
+            # A stream of several sources remembers how far its lots are drawn: each pass begins with a fresh one, of its epoch.
+            records = copy.deepcopy(records)
+            records.set_epoch(self.epoch)
         try:
-            for record in self.records:
+            for record in records:
                 yield record
                 read += 1
         except (RecipeError, GeneratorExit):
@@ -190,16 +198,28 @@ class Documents:
 
 
 class RowStream(torch.utils.data.IterableDataset):
-    """Rows as they are needed, each time in the same order: a training that goes on skips to where it was."""
+    """
+    Rows as they are needed, each time in the same order: a training that goes on skips to where it was.
 
-    def __init__(self, documents: Documents, packing: bool):
-        self.documents, self.packing = documents, packing
+    Args:
+        documents ([`Documents`]): Where they come from.
+        packing (`bool`): Whether rows hold several documents.
+        endless (`bool`): Whether the documents are gone through again and again, each time in the order of that pass: to Trainer that is
+            one epoch, in which it can count.
+    """
+
+    def __init__(self, documents: Documents, packing: bool, endless: bool):
+        self.documents, self.packing, self.endless = documents, packing, endless
 
     def __iter__(self) -> Iterator[dict]:
-        return self.documents.rows(self.packing)
+        for number in itertools.count():
+            self.documents.epoch = number
+            yield from self.documents.rows(self.packing)
+            if not self.endless:
+                return
 
 
-def text_rows(recipe: Recipe, records, tokenizer, streaming: bool):
+def text_rows(recipe: Recipe, records, tokenizer, streaming: bool, endless: bool = False):
     """
     Rows to train or evaluate on: a stream, or a data set on disk that is made once and found again.
 
@@ -208,7 +228,12 @@ def text_rows(recipe: Recipe, records, tokenizer, streaming: bool):
     """
     documents = Documents(recipe, records, tokenizer)
     if streaming:
-        return RowStream(documents, recipe.packing)
+        stream = RowStream(documents, recipe.packing, endless)
+        if next(iter(RowStream(documents, recipe.packing, endless=False)), None) is None:
+            raise RecipeError(
+                "none of the records gives a row: they hold no text, or are longer than `length` and dropped"
+            )
+        return stream
     from datasets import Dataset
 
     rows = list(documents.rows(recipe.packing)) if len(records) <= 1000 else None
@@ -216,7 +241,9 @@ def text_rows(recipe: Recipe, records, tokenizer, streaming: bool):
         made = Dataset.from_generator(_generate, gen_kwargs={"documents": documents, "packing": recipe.packing})
         return made
     if not rows:
-        raise RecipeError("none of the records holds text")
+        raise RecipeError(
+            "none of the records gives a row: they hold no text, or are longer than `length` and dropped"
+        )
     return Dataset.from_list(rows)
 
 

@@ -139,9 +139,10 @@ def refuse_silent_fallbacks(trainer: Trainer) -> None:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = trainer.accelerator
-    if trainer.args.fsdp and not getattr(accelerator, "is_fsdp2", False):
+    by_accelerate = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if (trainer.args.fsdp or by_accelerate) and not getattr(accelerator, "is_fsdp2", False):
         raise RecipeError(
-            "FSDP was asked for (`fsdp`), and accelerate would train without: it needs accelerators, and FSDP2 (`fsdp_config: {version: "
+            "FSDP was asked for (`fsdp`, or accelerate's settings), and accelerate would train without: it needs accelerators, and FSDP2 (`fsdp_config: {version: "
             "2}`)"
         )
     if world > 1 and accelerator.num_processes == 1:
@@ -153,7 +154,7 @@ def refuse_silent_fallbacks(trainer: Trainer) -> None:
 
 def tensors_in_optimizer(trainer: Trainer) -> int:
     """How many numbers the optimizer holds beside the parameters."""
-    state = trainer.optimizer.state
+    state = {} if trainer.optimizer is None else trainer.optimizer.state
     return sum(
         value.numel() for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)
     )
