@@ -127,10 +127,6 @@ def tensors_of(folder) -> dict[str, torch.Tensor]:
         ),
         ({"objective": "sft", "long_records": "split"}, ["`long_records`", "sft"]),
         ({"lora": {"r": 4}}, ["`lora` must be left out with `train: all`"]),
-        (
-            {"parameter_groups": [{"pattern": "a", "from_step": 6}]},
-            ["`parameter_groups.0.from_step`", "`max_steps` 6"],
-        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
