@@ -43,6 +43,7 @@ _Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")]
 _TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 _LayerByLayer = Annotated[
     bool | None,
     typer.Option(
@@ -91,7 +92,7 @@ def convert(
     ] = "logits",
     layer_by_layer: _LayerByLayer = None,
     overwrite: _Overwrite = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    dry_run: _DryRun = False,
 ) -> None:
     """Add gates to a trained checkpoint without changing what it computes, or read one that has gates in another layout."""
     from .conversion import ConversionError, ConversionOptions, convert_checkpoint, plan_conversion
@@ -172,7 +173,7 @@ def export(
     verify: _VerifyStock = "logits",
     layer_by_layer: _LayerByLayer = None,
     overwrite: _Overwrite = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    dry_run: _DryRun = False,
 ) -> None:
     """Write a gated model as a stock architecture of transformers, which runs without custom code."""
     from .conversion import ConversionError, export_checkpoint
@@ -208,7 +209,7 @@ def strip(
     verify: _VerifyStock = "logits",
     layer_by_layer: _LayerByLayer = None,
     overwrite: _Overwrite = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    dry_run: _DryRun = False,
 ) -> None:
     """Give back the model without its gates, while they are the identity: the stock checkpoint that it was."""
     from .conversion import ConversionError, strip_checkpoint

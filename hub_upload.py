@@ -20,18 +20,17 @@ import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM
 from gated_attention.conversion import ConversionError
 from gated_attention.conversion.certificate import read_certificate
 from gated_attention.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_checkpoint
+from gated_attention.conversion.gated_config import gates_are_identity
 from gated_attention.conversion.journal import hash_file
 from gated_attention.conversion.places import CERTIFICATE_FILE, tokenizer_code
 from gated_attention.conversion.plan import format_bytes
 from gated_attention.modeling_gated.bundle import AUTO_MAP, write_code_bundle
-from gated_attention.modeling_gated.gate import is_gate_tensor
 
 
 # What goes into the repository, beside the weights, the config, the code and the card that are made here. A list of what is
@@ -239,17 +238,6 @@ _POSITIONS = {
     "query": "its queries",
     "dense_output": "the output of its attention layers",
 }
-
-
-def gates_are_identity(checkpoint: Checkpoint, config: GatedAttentionConfig) -> bool:
-    """Whether every gate is exactly 1: a factor of twice the sigmoid of zero."""
-    if (config.gate_scale, config.gate_activation, config.gate_operator) != (2.0, "sigmoid", "multiply"):
-        return False
-    for shard in checkpoint.shards:
-        with safe_open(shard.path, framework="pt") as file:
-            if any(file.get_tensor(name).any() for name in shard.tensors if is_gate_tensor(name)):
-                return False
-    return True
 
 
 def write_card(

@@ -33,6 +33,7 @@ import time
 from pathlib import Path
 
 import torch
+from measuring import WATCH, timed
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -42,26 +43,8 @@ from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM, __v
 HIDDEN, INTERMEDIATE, HEADS, KEY_VALUE_HEADS = 4096, 11008, 32, 8
 VOCABULARY = 146_496  # x 4096 x 2 bytes = 1.2 GB
 
-# Begins a process that measures its own anonymous memory.
-_WATCH = """
-import json, sys, threading, time
-import torch, transformers
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-start = peak = anonymous()
-def watch():
-    global peak
-    while True:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-threading.Thread(target=watch, daemon=True).start()
-"""
-
 _MEMORY = (
-    _WATCH
+    WATCH
     + """
 from gated_attention import convert_checkpoint
 imported = anonymous()
@@ -81,28 +64,28 @@ print(json.dumps(list(result.reused)))
 
 # Of the peers: source, target and a folder for scratch in argv. Timed is the job without its imports.
 _PEERS = {
-    "convert": _WATCH
+    "convert": WATCH
     + """
 from gated_attention import convert_checkpoint
 started = time.perf_counter()
 convert_checkpoint(sys.argv[1], sys.argv[2], link="copy", verify="headers")
 print(json.dumps({"seconds": time.perf_counter() - started, "peak_bytes": max(peak, anonymous()) - start}))
 """,
-    "convert, hard links": _WATCH
+    "convert, hard links": WATCH
     + """
 from gated_attention import convert_checkpoint
 started = time.perf_counter()
 convert_checkpoint(sys.argv[1], sys.argv[2], link="hard", verify="headers")
 print(json.dumps({"seconds": time.perf_counter() - started, "peak_bytes": max(peak, anonymous()) - start}))
 """,
-    "transformers": _WATCH
+    "transformers": WATCH
     + """
 from transformers import AutoModelForCausalLM
 started = time.perf_counter()
 AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[2])
 print(json.dumps({"seconds": time.perf_counter() - started, "peak_bytes": max(peak, anonymous()) - start}))
 """,
-    "mergekit": _WATCH
+    "mergekit": WATCH
     + """
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
@@ -194,13 +177,6 @@ def make_checkpoint(folder: Path, gigabytes: float, family: str = "llama", vocab
         },
     }
     (folder / "config.json").write_text(json.dumps(source_config))
-
-
-def timed(job, *arguments, **options) -> float:
-    os.sync()  # what an earlier repetition left to write must not be charged to this one
-    started = time.perf_counter()
-    job(*arguments, **options)
-    return time.perf_counter() - started
 
 
 def run_script(script: str, *arguments, python: str = sys.executable) -> str:

@@ -21,12 +21,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import transformers
+from measuring import WATCH, timed
 
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM, __version__, export_checkpoint
 
@@ -46,25 +46,16 @@ SHAPE = {
 }
 TARGETS = [("qwen3_5", "elementwise"), ("qwen3_5", "headwise"), ("qwen3_next", "elementwise"), ("lfm3", "headwise")]
 
-_MEMORY = """
-import sys, threading, time
+_MEMORY = (
+    WATCH
+    + """
 from gated_attention import export_checkpoint
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
 start = peak = anonymous()
-def watch():
-    global peak
-    while True:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-threading.Thread(target=watch, daemon=True).start()
 export_checkpoint(sys.argv[1], sys.argv[2], sys.argv[3], widen_gates=True, verify="headers")
 time.sleep(0.01)
 print(max(peak, anonymous()) - start)
 """
+)
 
 
 def make_model(folder: Path, granularity: str, dtype: torch.dtype, layers: int) -> None:
@@ -91,13 +82,6 @@ def error_of_rounded_norms(folder: Path, dtype: torch.dtype) -> float:
                 parameter.copy_(1 + (parameter - 1).to(dtype).float())
         found = model(input_ids, use_cache=False).logits
     return ((found - expected).norm() / expected.norm()).item()
-
-
-def timed(job, *arguments, **options) -> float:
-    os.sync()  # what an earlier repetition left to write must not be charged to this one
-    started = time.perf_counter()
-    job(*arguments, **options)
-    return time.perf_counter() - started
 
 
 def measure(source: Path, scratch: Path, to: str, repetitions: int) -> dict:

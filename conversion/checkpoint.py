@@ -97,6 +97,11 @@ class Checkpoint:
         return {name: header for shard in self.shards for name, header in shard.tensors.items()}
 
 
+def shard_name(number: int, count: int) -> str:
+    """Name of a weight file, counted from 1."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
 def is_ignored_on_load(name: str) -> bool:
     """Whether loaders pass over a tensor: old checkpoints hold each layer's RoPE frequencies, which are computed now."""
     return name.endswith("rotary_emb.inv_freq")

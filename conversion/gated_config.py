@@ -14,6 +14,7 @@ from ..modeling_gated.gate import is_gate_tensor
 from .checkpoint import FLOAT_FORMATS, Checkpoint, TensorHeader
 from .errors import ConversionError
 from .families import FAMILIES, GATE_FLAGS, REFUSED_FAMILIES, Family, family_for
+from .gate_starts import IDENTITY_SCALE
 from .layouts import Piece, fused_rows, is_dropped, renamed, rows_of_fused
 
 
@@ -187,7 +188,7 @@ def _translate(
         extra["tokenizer_class"] = source_config.tokenizer_class
     return GatedAttentionConfig(
         **{**gates, **fields, **experts, **fixed, **extra},
-        dtype=_dtype_as_loaded(checkpoint, source_config),
+        dtype=dtype_as_loaded(checkpoint, source_config),
         architectures=[GatedAttentionForCausalLM.__name__],
         auto_map=dict(AUTO_MAP),
     )
@@ -260,7 +261,7 @@ def is_same_rope(stock_config, config: GatedAttentionConfig) -> bool:
     return same
 
 
-def _dtype_as_loaded(checkpoint: Checkpoint, source_config) -> torch.dtype:
+def dtype_as_loaded(checkpoint: Checkpoint, source_config) -> torch.dtype:
     """
     The dtype transformers loads the source in. Without one in its config, that is the index's, or the format of the first
     tensor of the first file; written down, it no longer depends on what the new files list first.
@@ -382,6 +383,23 @@ def audit_names_and_shapes(
     refuse_other_tensors(
         checkpoint, config, found, expected, new, f"a {checkpoint.config['model_type']} model", "Fetch it again"
     )
+
+
+def has_identity_scale(config: GatedAttentionConfig) -> bool:
+    """Whether gates of zeros are exactly 1: a factor of twice the sigmoid of zero."""
+    scale = (config.gate_scale, config.gate_activation, config.gate_operator)
+    return scale == (IDENTITY_SCALE, "sigmoid", "multiply")
+
+
+def gates_are_identity(checkpoint: Checkpoint, config: GatedAttentionConfig) -> bool:
+    """Whether every gate of a gated checkpoint is exactly 1."""
+    if not has_identity_scale(config):
+        return False
+    for shard in checkpoint.shards:
+        with shard.open() as file:
+            if any(file.get_tensor(name).any() for name in shard.tensors if is_gate_tensor(name)):
+                return False
+    return True
 
 
 def refuse_other_tensors(

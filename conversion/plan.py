@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from .._version import __version__
 from ..configuration import GatedAttentionConfig
 from ..modeling_gated.bundle import bundled_files
-from .checkpoint import INDEX_FILE, Checkpoint, Shard, TensorHeader, read_checkpoint
+from .checkpoint import INDEX_FILE, Checkpoint, Shard, TensorHeader, read_checkpoint, shard_name
 from .errors import ConversionError
 from .families import Family
 from .gate_starts import GATE_STARTS, IDENTITY_SCALE, Initialisation
@@ -345,9 +345,7 @@ def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> Conve
     used = {piece.source for piece in reading.pieces} or checkpoint.tensors.keys()
     kept = [shard for shard in checkpoint.shards if not used.isdisjoint(shard.tensors)]
     count = len(kept) + bool(reading.new_tensors)
-    shard_names = {
-        shard.name: f"model-{number:05d}-of-{count:05d}.safetensors" for number, shard in enumerate(kept, start=1)
-    }
+    shard_names = {shard.name: shard_name(number, count) for number, shard in enumerate(kept, start=1)}
     copied, notes = other_files(checkpoint)
     ignored = [name for name in checkpoint.tensors if is_dropped(name, reading.family)]
     if ignored:
@@ -366,7 +364,7 @@ def plan_of(reading: Reading, target: Path, options: ConversionOptions) -> Conve
         options=options,
         config=reading.config,
         shard_names=shard_names,
-        new_shard=f"model-{count:05d}-of-{count:05d}.safetensors",
+        new_shard=shard_name(count, count),
         new_tensors=reading.new_tensors,
         pieces=reading.pieces,
         copied=copied,

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -56,25 +56,28 @@ def write_conversion(
     (_rewrite_shards if plan.pieces else _place_shards)(plan, folder, journal)
     if plan.new_tensors:
         write_zero_shard(folder / plan.new_shard, plan.new_tensors)
-    _write_json(
-        folder / INDEX_FILE,
-        {
-            "metadata": {
-                **{key: value for key, value in plan.source.index_metadata.items() if not key.startswith("total_")},
-                "total_size": sum(header.nbytes for header in plan.tensors.values()),
-            },
-            "weight_map": plan.weight_map,
-        },
-    )
-    for path in plan.copied:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        # Contents only, links resolved: the source may be a cache of links, and saving writes such files in place.
-        shutil.copyfile(plan.source.folder / path, folder / path)
+    metadata = {key: value for key, value in plan.source.index_metadata.items() if not key.startswith("total_")}
+    total = sum(header.nbytes for header in plan.tensors.values())
+    write_index(folder, {**metadata, "total_size": total}, plan.weight_map)
+    copy_files(plan.source.folder, plan.copied, folder)
     if plan.generation_config:
         _write_json(folder / "generation_config.json", plan.generation_config)
     write_code_bundle(folder)
     plan.config.save_pretrained(folder)
     return tuple(journal.reused)
+
+
+def write_index(folder: Path, metadata: dict, weight_map: dict[str, str]) -> None:
+    """Write down which tensor lies in which file."""
+    _write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+
+
+def copy_files(source: Path, names: Iterable[Path], folder: Path) -> None:
+    """Copy a checkpoint's other files; `names` are relative to its folder."""
+    for path in names:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        # Contents only, links resolved: the source may be a cache of links, and saving writes such files in place.
+        shutil.copyfile(source / path, folder / path)
 
 
 def _place_shards(plan: ConversionPlan, folder: Path, journal: Journal) -> None:
@@ -190,7 +193,12 @@ def _tensor_blocks(shard: Shard, pieces: list[Piece]) -> Iterator[np.ndarray]:
     with shard.open() as file:
         for piece in pieces:
             for part in piece.read(file):
-                yield part.contiguous().view(torch.uint8).reshape(-1).numpy()
+                yield content_of(part)
+
+
+def content_of(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a tensor, as a weight file holds them."""
+    return tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
 
 
 def _range_blocks(shard: Shard, pieces: list[Piece]) -> Iterator[bytes]:
@@ -278,7 +286,7 @@ def overwrite_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     with path.open("r+b") as file:
         for name, tensor in tensors.items():
             begin, end = offsets.get(name, (0, -1))
-            content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            content = content_of(tensor.detach().cpu())
             if end - begin != content.nbytes:
                 raise ConversionError(f"{path} has no tensor {name} of {content.nbytes} bytes")
             file.seek(begin)

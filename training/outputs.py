@@ -86,14 +86,18 @@ def write_results(path: Path, content: dict) -> None:
 _TRAINED = {"all": "all parameters", "gates": "the gates alone", "lora": "adapters"}
 
 
+def _is_hub_id(path: str) -> bool:
+    return path.count("/") == 1 and not Path(path).exists()
+
+
 def _public(path: str) -> str:
     """A Hub id as it is; of a local path the last name, which says nothing of where it lay."""
-    return path if path.count("/") == 1 and not Path(path).exists() else Path(path).name
+    return path if _is_hub_id(path) else Path(path).name
 
 
 def write_card(folder: Path, recipe: Recipe, content: dict, settings: dict) -> None:
     """A model card with the data, the settings and the figures."""
-    base = recipe.model if recipe.model and recipe.model.count("/") == 1 and not Path(recipe.model).exists() else None
+    base = recipe.model if recipe.model and _is_hub_id(recipe.model) else None
     data = ModelCardData(
         library_name="peft" if recipe.train == "lora" else "transformers",
         pipeline_tag="text-generation",

@@ -22,9 +22,10 @@ from .recipe import Recipe, arguments_class
 from .text_data import load_records, text_rows
 from .trainer import (
     PretrainTrainer,
-    checkpoints,
+    is_complete,
     last_checkpoint,
     refuse_silent_fallbacks,
+    remove_unfinished,
     sft_trainer_class,
     tensors_in_optimizer,
 )
@@ -83,7 +84,7 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
         trainer = _trainer(recipe, arguments, model, tokenizer)
     except RecipeError:
         raise
-    except (ValueError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         raise RecipeError(f"Trainer does not take this recipe: {error}") from error
     refuse_silent_fallbacks(trainer)
     trainer.groups = _groups(recipe, trainer.model)
@@ -123,15 +124,16 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
 
 
 def _training_arguments(recipe: Recipe):
-    options = {"output_dir": recipe.output_dir, "remove_unused_columns": False, "logging_nan_inf_filter": False}
+    options = {"output_dir": recipe.output_dir, "logging_nan_inf_filter": False}
     options |= {"dataloader_pin_memory": torch.cuda.is_available()}
     if recipe.objective == "sft":
         options |= {"max_length": recipe.length, "packing": recipe.packing, "shuffle_dataset": recipe.shuffle}
         # TRL has both on where nothing is said; a recipe means the same whatever its objective.
         options |= {"bf16": False, "gradient_checkpointing": False}
-        del options["remove_unused_columns"]
-    elif recipe.streaming and recipe.arguments.get("max_steps", -1) <= 0:
-        raise RecipeError("`max_steps` must be given with `streaming: true`: a stream does not say how long it is")
+    else:
+        options["remove_unused_columns"] = False
+        if recipe.streaming and recipe.arguments.get("max_steps", -1) <= 0:
+            raise RecipeError("`max_steps` must be given with `streaming: true`: a stream does not say how long it is")
     if not recipe.evaluation_data and recipe.arguments.get("eval_strategy", "no") != "no":
         raise RecipeError("`eval_strategy` needs `evaluation_data`")
     try:
@@ -141,13 +143,12 @@ def _training_arguments(recipe: Recipe):
     for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"):
         if not isinstance(getattr(arguments, name), (int, float)):
             raise RecipeError(f"`{name}` must be a number, got {getattr(arguments, name)!r}")
-    if arguments.fsdp and any(group.from_step or group.until_step is not None for group in recipe.parameter_groups):
+    has_windows = any(group.from_step or group.until_step is not None for group in recipe.parameter_groups)
+    if arguments.fsdp and has_windows:
         logger.warning(
             "freeze windows under FSDP keep the frozen parts' gradients until the end of each backward pass"
         )
-    if arguments.deepspeed and any(
-        group.from_step or group.until_step is not None for group in recipe.parameter_groups
-    ):
+    if arguments.deepspeed and has_windows:
         raise RecipeError(
             "`from_step` and `until_step` cannot be used with DeepSpeed, which keeps gradients to itself"
         )
@@ -157,11 +158,8 @@ def _training_arguments(recipe: Recipe):
 def _resumed_from(arguments, output_dir: Path) -> Path | None:
     """The checkpoint to go on from; an unfinished one, of a run that was stopped while it saved, does not count."""
     asked = arguments.resume_from_checkpoint
+    remove_unfinished(output_dir)
     newest = last_checkpoint(output_dir)
-    for path in checkpoints(output_dir):
-        if not (path / "trainer_state.json").is_file():
-            logger.warning("%s is unfinished and is removed", path)
-            shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
     if asked in (None, False, "false"):
         if newest is not None:
             raise RecipeError(
@@ -172,7 +170,7 @@ def _resumed_from(arguments, output_dir: Path) -> Path | None:
     if asked in (True, "auto", "true"):
         return newest
     path = Path(asked)
-    if not (path / "trainer_state.json").is_file():
+    if not is_complete(path):
         raise RecipeError(
             f"`resume_from_checkpoint` {path} is no complete checkpoint; `auto` takes the newest that is"
         )
@@ -354,9 +352,7 @@ def _run(trainer: Trainer, output_dir: Path, resumed: Path | None) -> None:
     try:
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
     except OSError as error:
-        for path in checkpoints(output_dir):
-            if not (path / "trainer_state.json").is_file():
-                shutil.rmtree(path, ignore_errors=True)
+        remove_unfinished(output_dir)
         kept = last_checkpoint(output_dir)
         where = (
             f"the last good checkpoint is {kept}: make room and go on with --resume_from_checkpoint auto"

@@ -227,24 +227,17 @@ def text_rows(recipe: Recipe, records, tokenizer, streaming: bool, endless: bool
         `RecipeError`: a record is too long, or none holds text.
     """
     documents = Documents(recipe, records, tokenizer)
-    if streaming:
-        stream = RowStream(documents, recipe.packing, endless)
-        if next(iter(RowStream(documents, recipe.packing, endless=False)), None) is None:
-            raise RecipeError(
-                "none of the records gives a row: they hold no text, or are longer than `length` and dropped"
-            )
-        return stream
-    from datasets import Dataset
-
-    rows = list(documents.rows(recipe.packing)) if len(records) <= 1000 else None
-    if rows is None:
-        made = Dataset.from_generator(_generate, gen_kwargs={"documents": documents, "packing": recipe.packing})
-        return made
-    if not rows:
+    if next(documents.rows(recipe.packing), None) is None:
         raise RecipeError(
             "none of the records gives a row: they hold no text, or are longer than `length` and dropped"
         )
-    return Dataset.from_list(rows)
+    if streaming:
+        return RowStream(documents, recipe.packing, endless)
+    from datasets import Dataset
+
+    if len(records) <= 1000:
+        return Dataset.from_list(list(documents.rows(recipe.packing)))
+    return Dataset.from_generator(_generate, gen_kwargs={"documents": documents, "packing": recipe.packing})
 
 
 def _generate(documents: Documents, packing: bool) -> Iterator[dict]:

@@ -1,7 +1,9 @@
 """transformers' Trainer and TRL's SFTTrainer, with parameter groups, freeze windows, and a stop at the first loss that is no number."""
 
+import logging
 import math
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +13,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .errors import RecipeError
 from .packing import IGNORED
 from .parameter_groups import MuonAndAdamW, ResolvedGroup, drop_gradients, optimizer_groups
+
+
+logger = logging.getLogger(__name__)
 
 
 class GroupedTraining:
@@ -125,8 +130,21 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest checkpoint that is complete: Trainer writes its state last."""
-    complete = [path for path in checkpoints(output_dir) if (path / "trainer_state.json").is_file()]
+    complete = [path for path in checkpoints(output_dir) if is_complete(path)]
     return complete[-1] if complete else None
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end."""
+    return (checkpoint / "trainer_state.json").is_file()
+
+
+def remove_unfinished(output_dir: Path) -> None:
+    """Remove the checkpoints that a run was stopped in the middle of."""
+    for path in checkpoints(output_dir):
+        if not is_complete(path):
+            logger.warning("%s is unfinished and is removed", path)
+            shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
 
 
 def refuse_silent_fallbacks(trainer: Trainer) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...modeling_gated import GatedAttentionForCausalLM
 from ..checkpoint import read_checkpoint
 from ..errors import ConversionError
-from ..loading import Layers, quiet, remove_final_norm
+from ..loading import Layers, load, quiet, remove_final_norm
 from ..logits import batches_for, fits_in_memory
 from .plan import StockPlan
 from .stock_config import stock_class
@@ -139,14 +139,6 @@ def compare_with_stock(plan: StockPlan, folder: Path, layer_by_layer: bool | Non
     )
 
 
-def _load(model_class: type, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model, info = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    leftovers = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
-    if leftovers:
-        raise ConversionError(f"{folder} does not load cleanly as {model_class.__name__}: {leftovers}")
-    return model.eval()
-
-
 def _run_whole(
     plan: StockPlan, folder: Path, batches: list[torch.Tensor], dtype: torch.dtype
 ) -> list[list[torch.Tensor]]:
@@ -154,7 +146,7 @@ def _run_whole(
     results = []
     # One at a time: twice the checkpoint need not fit in memory.
     for model_class, where in ((AutoModelForCausalLM, folder), (GatedAttentionForCausalLM, plan.checkpoint.folder)):
-        model = _load(model_class, where, dtype)
+        model = load(model_class, where, f"model in {where}", dtype=dtype)
         if model_class is AutoModelForCausalLM and type(model) is not stock_class(plan.family):
             raise ConversionError(f"{folder} loads as {type(model).__name__}, not as {plan.family.architecture}")
         results.append([model(batch, use_cache=False).logits for batch in batches])

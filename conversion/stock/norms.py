@@ -14,6 +14,11 @@ def zero_centered(weight: torch.Tensor) -> torch.Tensor:
     return (weight.double() - 1).to(weight.dtype)
 
 
+def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Of two formats that with fewer bits."""
+    return min(first, second, key=lambda dtype: dtype.itemsize)
+
+
 def _comes_back(weight: torch.Tensor, stored: torch.Tensor, loaded: torch.dtype) -> torch.Tensor:
     """Where `1 + stored` is the weight, as the file has both and as a model of another format loads them."""
     same = torch.ones_like(weight, dtype=torch.bool)
@@ -72,8 +77,7 @@ def split_query_and_key_weights(
     """
     partner = torch.arange(query.shape[0])
     partner[:turned] = (partner[:turned] + turned // 2) % max(1, turned)
-    formats = [query.dtype if loaded is None or loaded.itemsize >= query.dtype.itemsize else loaded, key.dtype]
-    formats[1] = key.dtype if loaded is None or loaded.itemsize >= key.dtype.itemsize else loaded
+    formats = [narrower(weight.dtype, loaded or weight.dtype) for weight in (query, key)]
     best_error = torch.full(query.shape, torch.inf, dtype=torch.float64)
     best = [torch.zeros_like(query), torch.zeros_like(key)]
     for exponent in _EXPONENTS:

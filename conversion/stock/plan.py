@@ -13,11 +13,10 @@ from ...configuration import GatedAttentionConfig
 from ...modeling_gated import GatedAttentionForCausalLM
 from ...modeling_gated.expert_tensors import names_on_disk
 from ..certificate import read_certificate
-from ..checkpoint import FLOAT_FORMATS, SINGLE_FILE, Checkpoint, Shard, is_ignored_on_load, read_checkpoint
+from ..checkpoint import FLOAT_FORMATS, SINGLE_FILE, Checkpoint, Shard, is_ignored_on_load, read_checkpoint, shard_name
 from ..errors import ConversionError
 from ..families import FAMILIES, Family
-from ..gate_starts import IDENTITY_SCALE
-from ..gated_config import refuse_other_tensors
+from ..gated_config import dtype_as_loaded, gates_are_identity, has_identity_scale, refuse_other_tensors
 from ..places import check_places, other_files
 from ..plan import Link, format_bytes, free_bytes
 from .stock_config import config_problems, rope_problems, stock_class, stock_config, switches
@@ -230,11 +229,10 @@ def _alternatives(model: GatedModel, to: Target, widen_gates: bool) -> Iterator[
 def export_problems(model: GatedModel, to: Target, widen_gates: bool) -> list[str]:
     """Why a model has no place in a stock architecture, as clauses of a sentence."""
     family, config = target_family(to, model.config), model.config
-    problems = _gate_problems(model, family, widen_gates)
-    others = config_problems(config, family, fill=True)
+    empty = set()
     if config.mlp_bias and model.is_zero(".mlp.gate_proj.bias", ".mlp.up_proj.bias", ".mlp.down_proj.bias"):
-        others = [problem for problem in others if not problem.startswith("`mlp_bias`")]
-    problems += others
+        empty.add("mlp_bias")
+    problems = _gate_problems(model, family, widen_gates) + config_problems(config, family, fill=True, empty=empty)
     return problems or _class_problems(model, family)
 
 
@@ -323,17 +321,11 @@ def _refuse_gates_that_matter(model: GatedModel) -> None:
     config = model.config
     if not config.gate_positions:
         return
-    identity = (config.gate_scale, config.gate_activation, config.gate_operator) == (
-        IDENTITY_SCALE,
-        "sigmoid",
-        "multiply",
-    )
-    ends = tuple(f".{name}" for name in _gate_tensor_ends(model.checkpoint))
-    if identity and model.is_zero(*ends):
+    if gates_are_identity(model.checkpoint, config):
         return
     why = (
         "they are not zero: trained, fitted by a transfer, or begun otherwise"
-        if identity
+        if has_identity_scale(config)
         else f"`gate_scale` is {config.gate_scale}, `gate_activation` {config.gate_activation!r}, `gate_operator` "
         f"{config.gate_operator!r}"
     )
@@ -341,11 +333,6 @@ def _refuse_gates_that_matter(model: GatedModel) -> None:
         f"the gates of {model.folder} are not the identity ({why}), so without them it would be another model; `gated-attention "
         "export` writes it with its gates as a stock architecture"
     )
-
-
-def _gate_tensor_ends(checkpoint: Checkpoint) -> set[str]:
-    names = (name.rpartition(".self_attn.")[2] for name in checkpoint.tensors)
-    return {name for name in names if name.startswith("g_proj")} or {"g_proj.weight"}
 
 
 # ---- both
@@ -360,17 +347,14 @@ def _switch_values(config: GatedAttentionConfig, family: Family) -> dict[str, bo
     return values
 
 
-def _dtype(model: GatedModel) -> torch.dtype:
-    """The format that the model loads in."""
-    dtype = getattr(model.config, "dtype", None)
-    if dtype is None:
-        first = model.checkpoint.shards[0].tensors
-        dtype = FLOAT_FORMATS[first[min(first)].dtype]
-    return dtype
-
-
 def _stock_config(model: GatedModel, family: Family, tied: bool) -> PreTrainedConfig:
-    return stock_config(model.config, family, _dtype(model), _switch_values(model.config, family), tied)
+    return stock_config(
+        model.config,
+        family,
+        dtype_as_loaded(model.checkpoint, model.config),
+        _switch_values(model.config, family),
+        tied,
+    )
 
 
 def _planned(model: GatedModel, family: Family, target: Path, fill: bool, link: Link = "copy") -> StockPlan:
@@ -380,7 +364,7 @@ def _planned(model: GatedModel, family: Family, target: Path, fill: bool, link: 
         family,
         model.tensor,
         _switch_values(model.config, family) if fill else {},
-        _dtype(model),
+        dtype_as_loaded(model.checkpoint, model.config),
     )
     outputs = planner.plan()
     tied = model.config.tie_word_embeddings and not planner.unties_head
@@ -414,13 +398,9 @@ def _files(checkpoint: Checkpoint, outputs: list[OutputTensor]) -> dict[str, lis
     for output in outputs:
         by_shard.setdefault(homes.get(output.home, ""), []).append(output)
     ordered = sorted(by_shard, key=lambda name: (name == "", name))
-    return {name: by_shard[shard] for name, shard in zip(_file_names(len(ordered)), ordered, strict=True)}
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if len(ordered) == 1:
+        return {SINGLE_FILE: by_shard[ordered[0]]}
+    return {shard_name(number, len(ordered)): by_shard[shard] for number, shard in enumerate(ordered, start=1)}
 
 
 def _check_against_class(

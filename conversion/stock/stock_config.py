@@ -1,6 +1,8 @@
 """From a gated model's config to that of a stock class: the families' tables, read the other way."""
 
+from collections.abc import Collection
 from dataclasses import fields
+from functools import lru_cache
 
 import torch
 import transformers
@@ -37,12 +39,20 @@ EMPTY_EXPERT_WIDTH = 64
 _KIND_OF_LAYER = {"full_attention": "full", "sliding_attention": "sliding-window"}
 
 
+@lru_cache
+def _empty_config(model_type: str) -> PreTrainedConfig:
+    """A config of the class, which has the fields that the class has."""
+    return CONFIG_MAPPING[model_type]()
+
+
 def stock_class(family: Family) -> type:
     """The class of transformers that runs the family's checkpoints."""
     return getattr(transformers, family.architecture)
 
 
-def config_problems(config: GatedAttentionConfig, family: Family, fill: bool) -> list[str]:
+def config_problems(
+    config: GatedAttentionConfig, family: Family, fill: bool, empty: Collection[str] = ()
+) -> list[str]:
     """
     What of a model, its gates apart, a stock class has no counterpart for.
 
@@ -50,6 +60,7 @@ def config_problems(config: GatedAttentionConfig, family: Family, fill: bool) ->
         config: Of the gated model.
         family: Of the stock class.
         fill: Whether biases and shared experts that the class has and the model lacks may be filled with zeros.
+        empty: Fields that stand for tensors of zeros, and so need no counterpart.
 
     Returns:
         `list[str]`: a clause for each problem, for a sentence about the model.
@@ -58,7 +69,7 @@ def config_problems(config: GatedAttentionConfig, family: Family, fill: bool) ->
     problems = []
     defaults = {field.name: field.default for field in fields(GatedAttentionConfig)}
     for field in _STRUCTURE:
-        if field in family.config_fields:
+        if field in family.config_fields or field in empty:
             continue
         wanted, found = family.fixed_fields.get(field, defaults[field]), getattr(config, field)
         if field == "no_rope_layers":
@@ -96,7 +107,7 @@ def _switch_problems(config: GatedAttentionConfig, family: Family) -> list[str]:
 def _layer_problems(config: GatedAttentionConfig, family: Family) -> list[str]:
     kinds = set(config.layer_types)
     name = family.model_type
-    has_windows = hasattr(CONFIG_MAPPING[name](), "sliding_window") and family.gates != "q_proj_per_head"
+    has_windows = hasattr(_empty_config(name), "sliding_window") and family.gates != "q_proj_per_head"
     if "sliding_attention" in kinds and not has_windows:
         return [f"it has sliding windows, where {name} has none"]
     if family.windows == "every_layer" and len(kinds) > 1:
@@ -146,7 +157,7 @@ def stock_config(
     values |= _window_values(config, family) | _expert_values(config, family)
     values["rope_parameters"] = _rope_values(config, family)
     values |= dict(family.refused_fields)
-    class_fields = CONFIG_MAPPING[family.model_type]()
+    class_fields = _empty_config(family.model_type)
     if family.gates == "q_proj_per_head":
         values["full_attention_interval"] = 1  # for software that does not read `layer_types`
     if hasattr(class_fields, "original_max_position_embeddings"):
@@ -161,7 +172,7 @@ def stock_config(
 
 
 def _window_values(config: GatedAttentionConfig, family: Family) -> dict:
-    names = CONFIG_MAPPING[family.model_type]()
+    names = _empty_config(family.model_type)
     window = config.sliding_window if "sliding_attention" in config.layer_types else None
     values: dict = {}
     if hasattr(names, "sliding_window"):

@@ -11,7 +11,7 @@ from ..checkpoint import FLOAT_FORMATS, Checkpoint, TensorHeader, is_ignored_on_
 from ..errors import ConversionError
 from ..families import Family
 from ..gated_config import turned_channels
-from .norms import split_query_and_key_weights, split_weight
+from .norms import narrower, split_query_and_key_weights, split_weight
 from .stock_config import EMPTY_EXPERT_WIDTH
 
 
@@ -230,8 +230,7 @@ class TensorPlanner:
                 self._norm(name)
             return
         stored = split_query_and_key_weights(*weights, turned_channels(self.config), self.loaded)
-        narrow = [min((one.dtype, self.loaded), key=lambda dtype: dtype.itemsize) for one in weights]
-        held = [1 + one.to(dtype).double() for one, dtype in zip(stored, narrow, strict=True)]
+        held = [1 + one.to(narrower(one.dtype, self.loaded)).double() for one in stored]
         products = [held[0] * held[1], weights[0].double() * weights[1].double()]
         moved = any(
             not torch.equal(1 + kept.double(), weight.double()) for kept, weight in zip(stored, weights, strict=True)

@@ -1,15 +1,12 @@
 """Writes a planned stock checkpoint, some rows of a tensor at a time."""
 
-import json
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
-from ..checkpoint import FLOAT_FORMATS, INDEX_FILE
-from ..write import encoded_header, place_copy
+from ..checkpoint import FLOAT_FORMATS
+from ..write import content_of, copy_files, encoded_header, place_copy, write_index
 from .plan import StockPlan
 from .tensors import Changes, OutputTensor
 
@@ -39,16 +36,9 @@ def write_stock(plan: StockPlan, folder: Path, changes: Changes) -> None:
             else:
                 _write_file(folder / name, outputs, files, changes, bar)
     if len(plan.files) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": dict(
-                sorted((output.name, name) for name, outputs in plan.files.items() for output in outputs)
-            ),
-        }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    for path in plan.copied:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(plan.checkpoint.folder / path, folder / path)
+        weight_map = {output.name: name for name, outputs in plan.files.items() for output in outputs}
+        write_index(folder, {"total_size": total}, weight_map)
+    copy_files(plan.checkpoint.folder, plan.copied, folder)
     plan.stock_config.save_pretrained(folder)
 
 
@@ -60,6 +50,6 @@ def _write_file(path: Path, outputs: list[OutputTensor], files: dict, changes: C
         file.write(header)
         for output in outputs:
             for block in output.blocks(files, changes):
-                content = block.contiguous().view(torch.uint8).reshape(-1).numpy()
+                content = content_of(block)
                 file.write(content)
                 bar.update(content.nbytes)
