@@ -7,11 +7,12 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
 from gated_attention import GatedAttentionConfig
 from gated_attention.modeling_gated.gate import gate_scores
+from gated_attention.modeling_gated.norm import rms_norm
 from gated_attention.modeling_gated.rotary import rotate
 
 
@@ -76,6 +77,26 @@ def test_function_transforms_go_through_rotation_and_gate(rotated):
     for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f)), torch.func.hessian):
         x = torch.stack([states, states + 1]) if "lambda" in transform.__name__ else states
         torch.testing.assert_close(transform(fast)(x), transform(plain)(x))
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["one_format", "float32_weight"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_has_the_bits_of_transformers_with_and_without_gradients(dtype, weight_dtype):
+    config = GatedAttentionConfig(rms_norm_eps=1e-5)
+    norm, stock = rms_norm(config, 48).to(weight_dtype or dtype), LlamaRMSNorm(48, eps=1e-5).to(weight_dtype or dtype)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, generator=generator)
+    for module in (norm, stock):
+        module.weight.data.copy_(weight)
+    states = torch.randn(2, 5, 3, 48, generator=generator) * torch.logspace(-8, 4, 5).view(5, 1, 1)
+    states = states.to(dtype).transpose(1, 2)
+    states[0, 0, 0] = 0
+    before, expected = states.clone(), stock(states)
+    with torch.no_grad():
+        found = norm(states)
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+    assert torch.equal(norm(states), expected)
+    assert torch.equal(states, before)
 
 
 def test_a_penalty_on_gradients_can_be_trained():
