@@ -1,11 +1,13 @@
 """Training from a recipe: what is trained, on what, and what is left when it stops."""
 
+import collections
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from conftest import (
     tiny_tokenizer,
 )
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (
@@ -35,7 +38,7 @@ from transformers import (
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM, convert_checkpoint
 from gated_attention.training import RecipeError, gate_parameters, load_recipe, make_recipe, resolve_groups, train
 from gated_attention.training.packing import PackedCollator, pack
-from gated_attention.training.recipe import ParameterGroup
+from gated_attention.training.recipe import DataSource, ParameterGroup
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -145,8 +148,11 @@ def test_command_line_stands_over_the_file(content, tmp_path):
     assert recipe.arguments["learning_rate"] == 2e-5 and recipe.arguments["max_steps"] == 9
     assert (recipe.lora.r, recipe.data[0].weight) == (4, 3.0)
     assert load_recipe(path).arguments["learning_rate"] == 1e-3
+    assert load_recipe(path, ["--data.1.path", "more.txt", "--data.1.weight", "2"]).data[1] == DataSource(
+        "more.txt", weight=2.0
+    )
     for words, message in (
-        (["--data.7.path", "x"], "no entry 7"),
+        (["--data.7.path", "x"], "no entry 7 among 1, and the next new one is 1"),
         (["x"], "expected --key value"),
         (["--length"], "needs a value"),
         (["--lenght", "3"], "did you mean `length`"),
@@ -506,6 +512,36 @@ def test_a_finished_run_is_left_as_it_is(content):
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(first.output_dir).items())
 
 
+def test_a_finished_model_is_not_overwritten(content):
+    first = run(content)
+    before = tensors_of(first.output_dir)
+    with pytest.raises(RecipeError, match=r"holds model\.safetensors.* of an earlier run.*another output_dir"):
+        run(content, max_steps=3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(first.output_dir).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"length": 16}, "`length` was 32 and is 16"),
+        ({"seed": 7}, "`seed` was None and is 7"),
+        ({"parameter_groups": [{"pattern": "gates", "frozen": True}]}, r"`parameter_groups` was \[\] and is"),
+        ({"data": [{"path": "other.jsonl"}]}, "`data` was .*train.jsonl.* and is .*other.jsonl"),
+    ],
+    ids=["length", "seed", "groups", "data"],
+)
+def test_going_on_with_other_settings_is_refused(content, changes, words):
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 4}
+    result = run(content, **options)
+    with pytest.raises(RecipeError, match=words):
+        run(content, **options | changes | {"max_steps": 8}, resume_from_checkpoint="auto")
+    # What may change: the length of the training, and how it is shown.
+    again = run(content, **options | {"max_steps": 8, "logging_steps": 2}, resume_from_checkpoint="auto")
+    assert again.steps == 8
+    kept = load_recipe(result.output_dir / "checkpoint-3" / "recipe.yaml")
+    assert kept == make_recipe(content | options)
+
+
 def test_mixed_streams_go_on_in_a_later_pass(content, tmp_path):
     sources = [
         {
@@ -618,7 +654,13 @@ def test_new_model(content, source):
     assert type(model) is GatedAttentionForCausalLM and model.config.gate_granularity == "headwise"
     assert losses(result)[-1] < losses(result)[0]
     with pytest.raises(RecipeError, match=r"`new_model` describes no model.*gate_granularity"):
-        run(content, model=None, new_model={"gate_granularity": "some"}, tokenizer=str(source))
+        run(
+            content,
+            model=None,
+            new_model={"gate_granularity": "some"},
+            tokenizer=str(source),
+            output_dir=f"{result.output_dir}2",
+        )
 
 
 def test_saved_models_carry_their_code(content, without_package):
@@ -651,18 +693,95 @@ def test_mixture_of_experts(content, tmp_path):
         assert AutoModelForCausalLM.from_pretrained(result.output_dir).config.num_experts == 4
 
 
-@pytest.mark.parametrize("option", ["gradient_checkpointing", pytest.param("torch_compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "option",
+    ["activation_checkpointing", "gradient_checkpointing", pytest.param("torch_compile", marks=pytest.mark.slow)],
+)
 def test_options_that_change_no_result(content, option):
     plain = run(content, max_steps=3)
     found = run(content, max_steps=3, output_dir=content["output_dir"] + "2", **{option: True})
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(plain)), rtol=1e-4, atol=1e-4)
 
 
+def test_checkpointing_by_its_older_name_counts_in_fine_tuning(content, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        GatedAttentionForCausalLM, "activation_checkpointing_enable", lambda self, *args, **kwargs: seen.append(kwargs)
+    )
+    run(content, objective="sft", max_steps=1)
+    assert not seen
+    run(content, objective="sft", max_steps=1, output_dir=content["output_dir"] + "2", gradient_checkpointing=True)
+    assert seen
+
+
+class LigerStandIn:
+    """Liger's functions as plain PyTorch: its kernels need a GPU. Counts the calls."""
+
+    def __init__(self, monkeypatch):
+        self.calls = collections.Counter()
+        functional = types.ModuleType("liger_kernel.transformers.functional")
+        functional.liger_rms_norm = self.rms_norm
+        functional.liger_swiglu = self.swiglu
+        functional.liger_fused_linear_cross_entropy = self.loss
+        patching = types.ModuleType("liger_kernel.transformers.monkey_patch")
+        patching.MODEL_TYPE_TO_APPLY_LIGER_FN = {}
+        package = types.ModuleType("liger_kernel.transformers")
+        package._apply_liger_kernel_to_instance = lambda model, **options: patching.MODEL_TYPE_TO_APPLY_LIGER_FN[
+            model.config.model_type
+        ](model=model, **options)
+        for module in (types.ModuleType("liger_kernel"), package, functional, patching):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+
+    def rms_norm(self, states, weight, eps, offset, casting_mode, in_place):
+        assert (offset, casting_mode) in ((0.0, "llama"), (1.0, "gemma")) and not in_place
+        self.calls["rms_norm"] += 1
+        return torch.nn.functional.rms_norm(states, weight.shape, weight + offset, eps)
+
+    def swiglu(self, first, second):
+        self.calls["swiglu"] += 1
+        return torch.nn.functional.silu(first) * second
+
+    def loss(self, states, weight, target, reduction):
+        assert states.ndim == 2 and target.ndim == 1
+        self.calls["loss"] += 1
+        return torch.nn.functional.cross_entropy(states @ weight.T, target, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kernels"),
+    [
+        ({}, {"rms_norm", "swiglu", "loss"}),
+        ({"qk_norm": True, "zero_centered_norm": True, "logits_scaling": 3.0}, {"rms_norm", "swiglu", "loss"}),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, {"rms_norm", "loss"}),
+    ],
+    ids=["dense", "zero_centered", "experts"],
+)
+def test_liger_reaches_gated_models(content, tmp_path, monkeypatch, fields, kernels):
+    tiny_gated(**fields).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    content["model"] = str(tmp_path / "model")
+    plain = run(content)
+    liger = LigerStandIn(monkeypatch)
+    found = run(content, use_liger_kernel=True, output_dir=content["output_dir"] + "2")
+    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(plain)), rtol=1e-4, atol=1e-4)
+    assert found.final["eval_loss"] == pytest.approx(plain.final["eval_loss"], rel=1e-4)
+    assert set(liger.calls) == kernels and liger.calls["loss"] == 6  # evaluation keeps its logits
+
+
+def test_liger_that_would_do_nothing_is_refused(content, source, monkeypatch):
+    with pytest.raises(RecipeError, match="pip install liger-kernel"):
+        run(content, use_liger_kernel=True)
+    LigerStandIn(monkeypatch)
+    with pytest.raises(RecipeError, match="no kernels for it"):
+        run(content, model=str(source), use_liger_kernel=True)
+
+
 def test_any_causal_language_model(content, source):
     result = run(content, model=str(source), max_steps=4)
     assert type(AutoModelForCausalLM.from_pretrained(result.output_dir)).__name__ == "LlamaForCausalLM"
     with pytest.raises(RecipeError, match="has no gates"):
-        run(content, model=str(source), train="gates")
+        run(content, model=str(source), train="gates", output_dir=f"{result.output_dir}2")
 
 
 HYBRIDS = {
@@ -767,7 +886,34 @@ def test_outputs(content):
     assert (result.output_dir / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     card = (result.output_dir / "README.md").read_text()
     assert "eval_perplexity" in card and "train.jsonl" in card and "learning_rate: 0.001" in card
+    assert "test.jsonl" in card and "seed: 42" in card
     assert str(Path(content["model"]).parent) not in card  # nobody else has that path
+
+
+def test_card_carries_on_what_the_source_says(content):
+    header = "---\nlicense: other\nlicense_name: gate-1\nbase_model: some/model\nlibrary_name: other\n---\n"
+    (Path(content["model"]) / "README.md").write_text(header)
+    result = run(content, train="lora", lora={"r": 4}, max_steps=2)
+    for folder, library in ((result.output_dir, "peft"), (result.merged, "transformers")):
+        card = ModelCard.load(folder / "README.md")
+        assert (card.data.license, card.data.license_name, card.data.base_model, card.data.library_name) == (
+            "other",
+            "gate-1",
+            "some/model",
+            library,
+        )
+        assert "r: 4" in card.text
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "streaming"])
+@pytest.mark.parametrize("objective", ["pretrain", "sft"])
+def test_diagnostics_without_data_to_evaluate_on(content, objective, streaming):
+    options = {"objective": objective, "streaming": streaming, "evaluation_data": [], "max_steps": 4}
+    plain = run(content, **options)
+    watched = run(content, **options, diagnostics={"every": 2}, output_dir=content["output_dir"] + "2")
+    assert losses(watched) == losses(plain)  # looking changes nothing
+    seen = [entry for entry in watched.history if "diagnostics/f_attn" in entry]
+    assert len(seen) >= 2 and all(0 <= entry["diagnostics/f_attn"] <= 1 for entry in seen)
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -1,14 +1,18 @@
 """What a training leaves behind beside the model: figures as JSON, curves, and a model card."""
 
 import json
+import logging
 import math
 from pathlib import Path
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError
 
 from .recipe import Recipe
 
+
+logger = logging.getLogger(__name__)
 
 RESULTS_FILE = "training_results.json"
 CURVES_FILE = "training_curves.png"
@@ -95,16 +99,34 @@ def _public(path: str) -> str:
     return path if _is_hub_id(path) else Path(path).name
 
 
+def _origin(model: str | None) -> dict:
+    """What a card says of where a model comes from, of the model that was trained: the licence, and a model on the Hub."""
+    if model is None:
+        return {}
+    origin = {"base_model": model} if _is_hub_id(model) else {}
+    card = Path(model) / "README.md"
+    try:
+        # Of a folder without a card nothing is asked of the Hub.
+        data = ModelCard.load(card if card.is_file() else model).data if origin or card.is_file() else None
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        logger.warning("the card of %s cannot be read, so the new one has no licence: %s", model, error)
+        return origin
+    found = {} if data is None else data.to_dict()
+    kept = ("license", "license_name", "license_link", "language") + (() if origin else ("base_model",))
+    return origin | {name: found[name] for name in kept if found.get(name) is not None}
+
+
 def write_card(folder: Path, recipe: Recipe, content: dict, settings: dict) -> None:
     """A model card with the data, the settings and the figures."""
-    base = recipe.model if recipe.model and _is_hub_id(recipe.model) else None
+    adapters = recipe.train == "lora" and (folder / "adapter_config.json").is_file()
     data = ModelCardData(
-        library_name="peft" if recipe.train == "lora" else "transformers",
+        library_name="peft" if adapters else "transformers",
         pipeline_tag="text-generation",
-        base_model=base,
         tags=["gated-attention"],
+        **_origin(recipe.model),
     )
     sources = [f"- {_public(source.path)}, weight {source.weight:g}" for source in recipe.data]
+    sources += [f"- to evaluate on: {_public(source.path)}" for source in recipe.evaluation_data]
     final = content["final"]
     figures = [f"| {name} | {value:.4g} |" for name, value in final.items() if isinstance(value, (int, float))]
     lines = [

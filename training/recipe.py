@@ -1,5 +1,6 @@
 """A training run as data: one YAML file, and what the command line says over it."""
 
+import dataclasses
 import difflib
 import re
 import types
@@ -79,7 +80,7 @@ class Lora:
 class Diagnostics:
     """
     Attributes:
-        every: Steps between two looks at sinks, activations and gates, on the first evaluation batch; 0: none.
+        every: Steps between two looks at sinks, activations and gates, on the first evaluation batch (of training, if there is none); 0: none.
         window, threshold: Of what counts as a loss spike, as in [`DiagnosticsCallback`].
     """
 
@@ -92,7 +93,7 @@ class Diagnostics:
 class Recipe:
     """
     A training run. Keys that are not named here are those of transformers' `TrainingArguments` (`learning_rate`, `max_steps`,
-    `per_device_train_batch_size`, `lr_scheduler_type`, `bf16`, `gradient_checkpointing`, ...), for `objective: sft` those of TRL's `SFTConfig`.
+    `per_device_train_batch_size`, `lr_scheduler_type`, `bf16`, `activation_checkpointing`, ...), for `objective: sft` those of TRL's `SFTConfig`.
 
     Attributes:
         model: Folder or Hub id of the checkpoint to train: converted, natively gated, or any causal language model.
@@ -234,6 +235,51 @@ def make_recipe(content: dict) -> Recipe:
     return Recipe(**{**{one.name: getattr(recipe, one.name) for one in fields(Recipe)}, "arguments": arguments})
 
 
+def recipe_content(recipe: Recipe) -> dict[str, Any]:
+    """The dictionary that [`make_recipe`] makes a recipe of."""
+    content = dataclasses.asdict(recipe)
+    return content | content.pop("arguments")
+
+
+# What a training that goes on must have in common with what it goes on from: other rows or other parameters would follow
+# on those before without a word.
+_KEPT_ON_RESUME = (
+    "objective",
+    "train",
+    "optimizer",
+    "parameter_groups",
+    "lora",
+    "data",
+    "streaming",
+    "shuffle",
+    "length",
+    "packing",
+    "long_records",
+    "seed",
+    "data_seed",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
+
+
+def check_same_training(recipe: Recipe, path: Path) -> None:
+    """
+    Compare a recipe with that of a checkpoint to go on from.
+
+    Raises:
+        [`RecipeError`]: a setting that must stay has changed.
+    """
+    before = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    now = yaml.load(yaml.safe_dump(recipe_content(recipe)), _Loader)  # with what YAML makes of tuples and numbers
+    changed = [name for name in _KEPT_ON_RESUME if before.get(name) != now.get(name)]
+    if changed:
+        said = "; ".join(f"`{name}` was {before.get(name)!r} and is {now.get(name)!r}" for name in changed)
+        raise RecipeError(
+            f"{path.parent} is of a training with other settings: {said}. Give those of before, begin anew in another output_dir, or remove "
+            f"{path} to go on all the same"
+        )
+
+
 def _nearest(key: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(key), sorted(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
@@ -263,9 +309,13 @@ def _set(content: Any, path: list[str], value: Any, key: str) -> None:
     for name, following in zip(path, [*path[1:], None], strict=True):
         place: Any = name
         if isinstance(content, list):
-            if not name.isdigit() or int(name) >= len(content):
-                raise RecipeError(f"--{key}: there is no entry {name} among {len(content)}")
+            if not name.isdigit() or int(name) > len(content):
+                raise RecipeError(
+                    f"--{key}: there is no entry {name} among {len(content)}, and the next new one is {len(content)}"
+                )
             place = int(name)
+            if place == len(content):
+                content.append({})
         elif not isinstance(content, dict):
             raise RecipeError(f"--{key}: {name!r} is within a single value")
         if following is None:

@@ -1,10 +1,11 @@
 """Runs a recipe."""
 
+import itertools
 import json
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,12 +16,15 @@ from ..configuration import GatedAttentionConfig
 from ..diagnostics import DiagnosticsCallback
 from ..modeling_gated import GatedAttentionForCausalLM
 from .errors import RecipeError
+from .liger import allow_liger
 from .outputs import CURVES_FILE, RESULTS_FILE, curves, draw_curves, perplexity, write_card, write_results
 from .packing import PackedCollator, PaddedCollator
 from .parameter_groups import ResolvedGroup, freeze, gate_parameters, groups_table, resolve_groups
-from .recipe import Recipe, arguments_class
+from .recipe import Recipe, arguments_class, check_same_training
 from .text_data import load_records, text_rows
 from .trainer import (
+    RECIPE_FILE,
+    KeepRecipe,
     PretrainTrainer,
     is_complete,
     last_checkpoint,
@@ -77,8 +81,14 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
     finished = _is_finished(arguments, resumed)
     if finished and (output_dir / RESULTS_FILE).is_file():
         return _finished_before(output_dir, resumed, echo)
+    if resumed is None:
+        _refuse_to_overwrite(output_dir)
+    elif (resumed / RECIPE_FILE).is_file():
+        check_same_training(recipe, resumed / RECIPE_FILE)
     tokenizer = _load(AutoTokenizer.from_pretrained, recipe.tokenizer or recipe.model, recipe, {})
     model = _model(recipe)
+    if arguments.use_liger_kernel:
+        allow_liger(model)
     _refuse_leaks(recipe, model)
     try:
         trainer = _trainer(recipe, arguments, model, tokenizer)
@@ -92,11 +102,10 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
     table = groups_table(trainer.model, trainer.groups, arguments.learning_rate, arguments.weight_decay)
     if trainer.is_world_process_zero():
         echo(table)
-    if recipe.diagnostics.every and trainer.eval_dataset is not None:
-        batch = next(iter(trainer.get_eval_dataloader()))
-        kept = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
+    trainer.add_callback(KeepRecipe(recipe))
+    if recipe.diagnostics.every:
         options = (recipe.diagnostics.every, recipe.diagnostics.window, recipe.diagnostics.threshold)
-        trainer.add_callback(DiagnosticsCallback(trainer, kept, *options))
+        trainer.add_callback(DiagnosticsCallback(trainer, _watched_batch(trainer), *options))
 
     if finished:
         # Stopped between its last checkpoint and its end; Trainer would make one more step.
@@ -126,10 +135,14 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
 def _training_arguments(recipe: Recipe):
     options = {"output_dir": recipe.output_dir, "logging_nan_inf_filter": False}
     options |= {"dataloader_pin_memory": torch.cuda.is_available()}
+    # By the name of before, which Trainer will drop and would pass over beside the new one.
+    given = {
+        name.replace("gradient_checkpointing", "activation_checkpointing"): v for name, v in recipe.arguments.items()
+    }
     if recipe.objective == "sft":
         options |= {"max_length": recipe.length, "packing": recipe.packing, "shuffle_dataset": recipe.shuffle}
         # TRL has both on where nothing is said; a recipe means the same whatever its objective.
-        options |= {"bf16": False, "gradient_checkpointing": False}
+        options |= {"bf16": False, "activation_checkpointing": False}
     else:
         options["remove_unused_columns"] = False
         if recipe.streaming and recipe.arguments.get("max_steps", -1) <= 0:
@@ -137,7 +150,7 @@ def _training_arguments(recipe: Recipe):
     if not recipe.evaluation_data and recipe.arguments.get("eval_strategy", "no") != "no":
         raise RecipeError("`eval_strategy` needs `evaluation_data`")
     try:
-        arguments = arguments_class(recipe.objective)(**options | recipe.arguments)
+        arguments = arguments_class(recipe.objective)(**options | given)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"Trainer does not take these arguments: {error}") from error
     for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"):
@@ -177,6 +190,26 @@ def _resumed_from(arguments, output_dir: Path) -> Path | None:
     return path
 
 
+def _refuse_to_overwrite(output_dir: Path) -> None:
+    found = [path.name for path in sorted(output_dir.glob("*.safetensors"))] if output_dir.is_dir() else []
+    if (output_dir / RESULTS_FILE).is_file() or found:
+        raise RecipeError(
+            f"{output_dir} holds {', '.join([*found, RESULTS_FILE][:3])} of an earlier run, which would be overwritten: give another output_dir, or "
+            "remove it"
+        )
+
+
+def _watched_batch(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The batch that the diagnostics look at again and again: the first to evaluate on, or else the first rows to train on."""
+    if trainer.eval_dataset is not None:
+        batch = next(iter(trainer.get_eval_dataloader()))
+    else:
+        # Not from the loader of the training: making one draws random numbers.
+        rows = list(itertools.islice(trainer.train_dataset, trainer.args.per_device_train_batch_size))
+        batch = trainer.data_collator(rows)
+    return {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
+
+
 def _is_finished(arguments, resumed: Path | None) -> bool:
     """Whether the checkpoint to go on from is the end already."""
     if resumed is None:
@@ -201,6 +234,8 @@ def _finished_before(output_dir: Path, resumed: Path, echo: Callable[[str], None
 
 
 def _load(loader: Callable, source: str, recipe: Recipe, options: dict):
+    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).is_dir():
+        raise RecipeError(f"there is no folder {source}: give that of a model, or a Hub id")
     try:
         return loader(source, trust_remote_code=recipe.trust_remote_code, **options)
     except (OSError, ValueError) as error:
@@ -375,6 +410,17 @@ def _merge(recipe: Recipe, trainer: Trainer, tokenizer, output_dir: Path) -> Pat
     return merged
 
 
+# Where things lie, and who may write there.
+_NOT_IN_THE_CARD = (
+    "resume_from_checkpoint",
+    "hub_token",
+    "logging_dir",
+    "deepspeed",
+    "fsdp_config",
+    "accelerator_config",
+)
+
+
 def _write(recipe: Recipe, result: TrainingResult, trainer: Trainer) -> None:
     drawn = draw_curves(result.history, result.output_dir / CURVES_FILE)
     content = {
@@ -386,13 +432,12 @@ def _write(recipe: Recipe, result: TrainingResult, trainer: Trainer) -> None:
         "drawn": drawn,
     }
     write_results(result.output_dir / RESULTS_FILE, content)
-    settings = {
-        "length": recipe.length,
-        "packing": recipe.packing,
-        "optimizer": recipe.optimizer,
-        "dtype": recipe.dtype,
-    }
-    settings |= {name: value for name, value in recipe.arguments.items() if name != "resume_from_checkpoint"}
+    shown = ("objective", "train", "length", "packing", "long_records", "streaming", "shuffle", "optimizer", "dtype")
+    settings = {name: getattr(recipe, name) for name in shown if getattr(recipe, name) is not None}
+    if recipe.train == "lora":
+        settings["lora"] = asdict(recipe.lora)
+    settings |= {name: value for name, value in recipe.arguments.items() if name not in _NOT_IN_THE_CARD}
+    settings["seed"] = trainer.args.seed
     for folder in filter(None, (result.output_dir, result.merged)):
         if folder == result.merged and drawn:
             shutil.copyfile(result.output_dir / CURVES_FILE, folder / CURVES_FILE)

@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import Trainer
+import yaml
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .errors import RecipeError
 from .packing import IGNORED
 from .parameter_groups import MuonAndAdamW, ResolvedGroup, drop_gradients, optimizer_groups
+from .recipe import Recipe, recipe_content
 
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,23 @@ def remove_unfinished(output_dir: Path) -> None:
         if not is_complete(path):
             logger.warning("%s is unfinished and is removed", path)
             shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
+
+
+RECIPE_FILE = "recipe.yaml"
+
+
+class KeepRecipe(TrainerCallback):
+    """Lays the recipe beside each checkpoint: what goes on from there can be compared with it, or run from it."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+
+    def on_save(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            content = {name: value for name, value in recipe_content(self.recipe).items() if value is not None}
+            content.pop("resume_from_checkpoint", None)
+            (folder / RECIPE_FILE).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
 def refuse_silent_fallbacks(trainer: Trainer) -> None:
