@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM
+from gated_attention.training import resolve_groups
+from gated_attention.training.parameter_groups import drop_gradients, freeze, optimizer_groups
+from gated_attention.training.recipe import ParameterGroup
 
 
 VARIANTS = {
@@ -65,6 +68,26 @@ SHARDED = {
 }
 
 
+def train_in_groups(model, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Three steps with a rate of their own for the gates, which wait for one step, and frozen MLPs; the parameters after."""
+    groups = resolve_groups(
+        model, [ParameterGroup("gates", learning_rate=10.0, from_step=1), ParameterGroup("mlp", frozen=True)]
+    )
+    freeze(model, groups)
+    decayed = {name for name, _ in model.named_parameters() if not name.endswith(("bias", "norm.weight"))}
+    optimizer = torch.optim.AdamW(optimizer_groups(model, groups, 1e-3, 0.1, decayed))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
+        drop_gradients(model, groups, step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return {
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        for name, parameter in model.named_parameters()
+    }
+
+
 def one_rank(rank: int, port: int, folders: dict[str, str]) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2"
@@ -109,6 +132,13 @@ def one_rank(rank: int, port: int, folders: dict[str, str]) -> None:
         for (name, parameter), (_, own) in zip(shared.named_parameters(), whole.named_parameters(), strict=True):
             assert isinstance(parameter, DTensor), name
             torch.testing.assert_close(parameter.grad.full_tensor(), own.grad, rtol=1e-3, atol=1e-5)
+        before = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+        expected_parameters = train_in_groups(whole, input_ids)
+        for name, tensor in train_in_groups(shared, input_ids).items():
+            # A step of Adam is as long as the rate, whatever the gradient's last bits say.
+            torch.testing.assert_close(tensor, expected_parameters[name], rtol=1e-3, atol=2e-4)
+            assert torch.equal(tensor, before[name]) == (".mlp." in name), name
+        whole.load_state_dict(before)
 
         # Pipeline: two layers here and one there.
         staged = GatedAttentionForCausalLM.from_pretrained(
