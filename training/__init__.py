@@ -2,13 +2,14 @@
 
 from .errors import RecipeError
 from .parameter_groups import gate_parameters, groups_table, optimizer_groups, resolve_groups
-from .recipe import DataSource, Diagnostics, Lora, ParameterGroup, Recipe, load_recipe, make_recipe
+from .recipe import DataSource, Diagnostics, Distillation, Lora, ParameterGroup, Recipe, load_recipe, make_recipe
 from .run import TrainingResult, train
 
 
 __all__ = [
     "DataSource",
     "Diagnostics",
+    "Distillation",
     "Lora",
     "ParameterGroup",
     "Recipe",

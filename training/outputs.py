@@ -19,6 +19,8 @@ CURVES_FILE = "training_curves.png"
 
 _CURVES = [
     ("loss", ("loss", "eval_loss")),
+    ("divergence from the teacher", ("divergence", "cross_entropy")),
+    ("penalties", ("first_token_share", "activation_excess")),
     ("gradient norm", ("grad_norm", "diagnostics/grad_norm_gates")),
     ("learning rate", ("learning_rate",)),
     ("attention on the first token", ("diagnostics/f_attn", "diagnostics/largest_key_share")),
@@ -94,7 +96,7 @@ def _is_hub_id(path: str) -> bool:
     return path.count("/") == 1 and not Path(path).exists()
 
 
-def _public(path: str) -> str:
+def public_name(path: str) -> str:
     """A Hub id as it is; of a local path the last name, which says nothing of where it lay."""
     return path if _is_hub_id(path) else Path(path).name
 
@@ -125,14 +127,14 @@ def write_card(folder: Path, recipe: Recipe, content: dict, settings: dict) -> N
         tags=["gated-attention"],
         **_origin(recipe.model),
     )
-    sources = [f"- {_public(source.path)}, weight {source.weight:g}" for source in recipe.data]
-    sources += [f"- to evaluate on: {_public(source.path)}" for source in recipe.evaluation_data]
+    sources = [f"- {public_name(source.path)}, weight {source.weight:g}" for source in recipe.data]
+    sources += [f"- to evaluate on: {public_name(source.path)}" for source in recipe.evaluation_data]
     final = content["final"]
     figures = [f"| {name} | {value:.4g} |" for name, value in final.items() if isinstance(value, (int, float))]
     lines = [
         f"# {folder.resolve().name}",
         "",
-        f"Trained from {_public(recipe.model) if recipe.model else 'random weights'} with gated_attention: {recipe.objective}, "
+        f"Trained from {public_name(recipe.model) if recipe.model else 'random weights'} with gated_attention: {recipe.objective}, "
         f"{_TRAINED[recipe.train]}, {content['steps']} steps.",
         "",
         "## Data",

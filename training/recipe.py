@@ -90,6 +90,43 @@ class Diagnostics:
 
 
 @dataclass(frozen=True)
+class Distillation:
+    """
+    The loss of `objective: distill`: the divergence from a teacher, and what is added to it.
+
+    Attributes:
+        teacher: Folder or Hub id of the model whose predictions are learned: after a sink transfer, its source.
+        teacher_dtype: Format that the teacher runs in; `"auto"`: its checkpoint's.
+        temperature: What the logits of both are divided by.
+        top_k: How many of the teacher's most likely tokens are compared one by one; all others are one outcome. By default every token.
+        cross_entropy: Weight of the loss on the text itself.
+        sink_share: Weight of the mean attention on first tokens.
+        activations: Weight of what the layers' largest activations exceed `activation_threshold` by, as the logarithm of their ratio.
+    """
+
+    teacher: str
+    teacher_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    temperature: float = 1.0
+    top_k: int | None = None
+    cross_entropy: float = 0.0
+    sink_share: float = 0.0
+    activations: float = 0.0
+    activation_threshold: float = 300.0
+
+    def __post_init__(self):
+        for name in ("temperature", "activation_threshold"):
+            if getattr(self, name) <= 0:
+                raise RecipeError(f"`distillation.{name}` must be positive, got {getattr(self, name)}")
+        for name in ("cross_entropy", "sink_share", "activations"):
+            if getattr(self, name) < 0:
+                raise RecipeError(
+                    f"`distillation.{name}` must be 0 or more, got {getattr(self, name)}: it is a weight"
+                )
+        if self.top_k is not None and self.top_k < 1:
+            raise RecipeError(f"`distillation.top_k` must be 1 or more, got {self.top_k}")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """
     A training run. Keys that are not named here are those of transformers' `TrainingArguments` (`learning_rate`, `max_steps`,
@@ -102,7 +139,8 @@ class Recipe:
         trust_remote_code: Whether a model's own code is run.
         dtype: Format that the weights are held and trained in; `"auto"`: the checkpoint's.
         attn_implementation: `"eager"`, `"sdpa"`, `"flex_attention"`, `"flash_attention_2"`.
-        objective: `"pretrain"`: the next token of text. `"sft"`: supervised fine-tuning, with TRL's SFTTrainer.
+        objective: `"pretrain"`: the next token of text. `"sft"`: supervised fine-tuning, with TRL's SFTTrainer. `"distill"`: another
+            model's predictions of the next token of text.
         train: `"all"` parameters, the `"gates"` alone, or `"lora"` adapters (and gates).
         data, evaluation_data: Where records come from.
         streaming: Whether records are read as they are needed, and not indexed first.
@@ -114,6 +152,7 @@ class Recipe:
         parameter_groups: See [`ParameterGroup`].
         optimizer: `"adamw"`, or `"muon"` for the matrices of the layers and AdamW for the rest.
         lora: See [`Lora`].
+        distillation: See [`Distillation`].
         diagnostics: See [`Diagnostics`].
         merge_adapters: Whether a model with the adapters merged is saved as well, in `merged`.
         arguments: The keys of Trainer.
@@ -126,7 +165,7 @@ class Recipe:
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     attn_implementation: str | None = None
-    objective: Literal["pretrain", "sft"] = "pretrain"
+    objective: Literal["pretrain", "sft", "distill"] = "pretrain"
     train: Literal["all", "gates", "lora"] = "all"
     data: list[DataSource] = field(default_factory=list)
     evaluation_data: list[DataSource] = field(default_factory=list)
@@ -138,6 +177,7 @@ class Recipe:
     parameter_groups: list[ParameterGroup] = field(default_factory=list)
     optimizer: Literal["adamw", "muon"] = "adamw"
     lora: Lora = field(default_factory=Lora)
+    distillation: Distillation | None = None
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     merge_adapters: bool = True
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -155,6 +195,10 @@ class Recipe:
             raise RecipeError(f"`train` must be 'all' for a `new_model`, got {self.train!r}: its weights are random")
         if self.train != "lora" and self.lora != Lora():
             raise RecipeError(f"`lora` must be left out with `train: {self.train}`: it is for 'lora'")
+        if (self.objective == "distill") != (self.distillation is not None):
+            raise RecipeError(
+                f"`distillation` must be given with `objective: distill`, and only then; the objective is {self.objective!r}"
+            )
         if self.objective == "sft" and self.long_records == "split":
             raise RecipeError(
                 "`long_records` must be 'truncate', 'drop' or 'error' with `objective: sft`, got 'split'"
@@ -226,7 +270,7 @@ def make_recipe(content: dict) -> Recipe:
     content = _numbers(content)
     objective = content.get("objective", "pretrain")
     own = {one.name for one in fields(Recipe)} - {"arguments"}
-    theirs = argument_names(objective if objective in ("pretrain", "sft") else "pretrain") - {"output_dir"}
+    theirs = argument_names(objective) - {"output_dir"}
     for key in content:
         if key not in own | theirs:
             raise RecipeError(f"unknown key `{key}`{_nearest(key, own | theirs)}")
@@ -249,6 +293,7 @@ _KEPT_ON_RESUME = (
     "optimizer",
     "parameter_groups",
     "lora",
+    "distillation",
     "data",
     "streaming",
     "shuffle",

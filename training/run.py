@@ -1,5 +1,6 @@
 """Runs a recipe."""
 
+import functools
 import itertools
 import json
 import logging
@@ -15,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from ..configuration import GatedAttentionConfig
 from ..diagnostics import DiagnosticsCallback
 from ..modeling_gated import GatedAttentionForCausalLM
+from .distillation import DistillationTrainer
 from .errors import RecipeError
 from .liger import allow_liger
-from .outputs import CURVES_FILE, RESULTS_FILE, curves, draw_curves, perplexity, write_card, write_results
+from .outputs import CURVES_FILE, RESULTS_FILE, curves, draw_curves, perplexity, public_name, write_card, write_results
 from .packing import PackedCollator, PaddedCollator
 from .parameter_groups import ResolvedGroup, freeze, gate_parameters, groups_table, resolve_groups
 from .recipe import Recipe, arguments_class, check_same_training
@@ -120,6 +122,8 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
     if trainer.eval_dataset is not None:
         loss = trainer.evaluate()["eval_loss"]
         final |= {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+        if recipe.distillation is not None:
+            final["teacher_perplexity"] = perplexity(trainer.teacher_loss())
     trainer.save_model()
     trainer.save_state()
     merged = _merge(recipe, trainer, tokenizer, output_dir)
@@ -333,7 +337,10 @@ def _trainer(recipe: Recipe, arguments, model: PreTrainedModel, tokenizer) -> Tr
 
         model = get_peft_model(model, lora)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    return PretrainTrainer(
+    make = PretrainTrainer
+    if recipe.distillation is not None:
+        make = functools.partial(DistillationTrainer, distillation=recipe.distillation, teacher=_teacher(recipe))
+    return make(
         model=model,
         args=arguments,
         train_dataset=text_rows(recipe, records, tokenizer, recipe.streaming, endless=True),
@@ -341,6 +348,15 @@ def _trainer(recipe: Recipe, arguments, model: PreTrainedModel, tokenizer) -> Tr
         data_collator=PackedCollator() if recipe.packing else PaddedCollator(padding),
         processing_class=tokenizer,
     )
+
+
+def _teacher(recipe: Recipe) -> PreTrainedModel:
+    options = {"dtype": recipe.distillation.teacher_dtype}
+    if recipe.attn_implementation is not None:
+        options["attn_implementation"] = recipe.attn_implementation
+    teacher = _load(AutoModelForCausalLM.from_pretrained, recipe.distillation.teacher, recipe, options)
+    _refuse_leaks(recipe, teacher)
+    return teacher
 
 
 def _token_count(tokenizer, record: dict) -> int:
@@ -436,6 +452,8 @@ def _write(recipe: Recipe, result: TrainingResult, trainer: Trainer) -> None:
     settings = {name: getattr(recipe, name) for name in shown if getattr(recipe, name) is not None}
     if recipe.train == "lora":
         settings["lora"] = asdict(recipe.lora)
+    if recipe.distillation is not None:
+        settings["distillation"] = asdict(recipe.distillation) | {"teacher": public_name(recipe.distillation.teacher)}
     settings |= {name: value for name, value in recipe.arguments.items() if name not in _NOT_IN_THE_CARD}
     settings["seed"] = trainer.args.seed
     for folder in filter(None, (result.output_dir, result.merged)):

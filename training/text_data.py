@@ -120,7 +120,7 @@ def _checked_columns(recipe: Recipe, source: DataSource, records):
         return records.select_columns(kept)
     if source.column not in first:
         near = difflib.get_close_matches(source.column, first, n=1)
-        wanted = "" if recipe.objective == "pretrain" else "`messages`, or `prompt` and `completion`, or "
+        wanted = "" if recipe.objective != "sft" else "`messages`, or `prompt` and `completion`, or "
         raise RecipeError(
             f"the data {source.path} must have {wanted}the column {source.column!r}; it has {', '.join(map(repr, first))}"
             + (f": did you mean {near[0]!r}?" if near else "")
