@@ -43,6 +43,12 @@ _Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")]
 _TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a model folder at TARGET, as a whole.")]
+_Granularity = Annotated[
+    Literal["headwise", "elementwise"], typer.Option(help="One gate a head, or one a channel of a head.")
+]
+_TestTexts = Annotated[
+    list[Path] | None, typer.Option(help="Text file of another kind to show the result on; may be repeated.")
+]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 _LayerByLayer = Annotated[
     bool | None,
@@ -250,9 +256,7 @@ def transfer(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 32768,
     length: Annotated[int, typer.Option(help="Tokens in a window: about as long as the texts to come.")] = 512,
-    granularity: Annotated[
-        Literal["headwise", "elementwise"], typer.Option(help="One gate a head, or one a channel of a head.")
-    ] = "headwise",
+    granularity: _Granularity = "headwise",
     bos_share: Annotated[
         float, typer.Option(help="Share of windows that begin with BOS; the others begin within the text.")
     ] = 0.75,
@@ -260,9 +264,7 @@ def transfer(
         float, typer.Option(help="Cost of attention left on sinks. More: less sink, more error.")
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="For the choice of windows.")] = 0,
-    test: Annotated[
-        list[Path] | None, typer.Option(help="Text file of another kind to show the result on; may be repeated.")
-    ] = None,
+    test: _TestTexts = None,
     test_tokens: Annotated[
         int,
         typer.Option(
@@ -307,6 +309,68 @@ def transfer(
             echo=typer.echo,
         )
     except (ConversionError, InspectionError, OSError) as error:
+        _fail(error)
+
+
+@app.command()
+def heal(
+    source: Annotated[str, typer.Argument(help="Folder of the checkpoint, never written to; or demo-model.")],
+    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    text: Annotated[
+        Path | None, typer.Option(help="Text file of the kind the model is for; default: Python's own help pages.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to learn the source's predictions on.")] = 81920,
+    length: Annotated[int, typer.Option(help="Tokens in a row of those.")] = 256,
+    batch: Annotated[int, typer.Option(help="Rows in a step.")] = 4,
+    learning_rate: Annotated[
+        float, typer.Option(help="Of attention's weights; gates and biases: ten times this.")
+    ] = 2e-4,
+    sink_share: Annotated[float, typer.Option(help="Cost of attention on the first token.")] = 1.0,
+    activations: Annotated[float, typer.Option(help="Cost of activations above 300, by their logarithm.")] = 0.0,
+    calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate the transfer on.")] = 32768,
+    calibration_length: Annotated[int, typer.Option(help="Tokens in a window of those, and of the tests.")] = 512,
+    granularity: _Granularity = "headwise",
+    seed: Annotated[int, typer.Option(help="For the choice of windows and rows.")] = 0,
+    test: _TestTexts = None,
+    test_tokens: Annotated[
+        int, typer.Option(help="Tokens to test on: the end of the text, which takes no part, and each --test.")
+    ] = 8192,
+    dtype: _Dtype = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...: where models run.")] = "cpu",
+    overwrite: _Overwrite = False,
+) -> None:
+    """Transfer sinks to gates, then let the result learn its source's predictions: no sink left, and as good as before."""
+    from .conversion import ConversionError
+    from .conversion.sink_transfer import TransferOptions
+    from .diagnostics import InspectionError
+    from .diagnostics.command import TextOptions
+    from .training import HealingOptions, RecipeError
+    from .training import heal as run_healing
+
+    try:
+        transfer_options = TransferOptions(
+            granularity=granularity,
+            tokens=calibration_tokens,
+            length=calibration_length,
+            test_tokens=test_tokens,
+            seed=seed,
+            device=device,
+            overwrite=overwrite,
+        )
+        options = HealingOptions(
+            transfer_options,
+            tokens=tokens,
+            length=length,
+            batch=batch,
+            learning_rate=learning_rate,
+            sink_share=sink_share,
+            activations=activations,
+            texts=tuple(test or ()),
+            dtype=dtype,
+        )
+        content, name = TextOptions(text=text).read()
+        run_healing(Path(_with_demo_model([source])[0]), target, content, options, text_name=name, echo=typer.echo)
+    except (ConversionError, InspectionError, RecipeError, OSError) as error:
         _fail(error)
 
 

@@ -979,5 +979,14 @@ def test_recipes_run(name, content, tmp_path, gated):
     if "evaluation_data" in recipe:
         changes |= {"evaluation_data": content["evaluation_data"], "eval_steps": 2}
     changes |= {"tokenizer": str(gated)} if "new_model" in recipe else {"model": str(gated)}
+    if "distillation" in recipe:
+        # As a transfer leaves them, with biases.
+        tiny_gated(v_bias=True, o_bias=True, gate_bias=True).save_pretrained(tmp_path / "model")
+        tiny_tokenizer().save_pretrained(tmp_path / "model")
+        changes |= {
+            "model": str(tmp_path / "model"),
+            "distillation": {**recipe["distillation"], "teacher": str(gated)},
+            "save_steps": 500,
+        }
     result = train(make_recipe(recipe | changes), echo=lambda text: None)
     assert result.steps == 3 and all(math.isfinite(loss) for loss in losses(result))

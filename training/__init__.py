@@ -1,6 +1,7 @@
 """Continue pretraining or adapt a model, from one recipe."""
 
 from .errors import RecipeError
+from .heal import HealingOptions, heal, healing_recipe
 from .parameter_groups import gate_parameters, groups_table, optimizer_groups, resolve_groups
 from .recipe import DataSource, Diagnostics, Distillation, Lora, ParameterGroup, Recipe, load_recipe, make_recipe
 from .run import TrainingResult, train
@@ -10,6 +11,7 @@ __all__ = [
     "DataSource",
     "Diagnostics",
     "Distillation",
+    "HealingOptions",
     "Lora",
     "ParameterGroup",
     "Recipe",
@@ -17,6 +19,8 @@ __all__ = [
     "TrainingResult",
     "gate_parameters",
     "groups_table",
+    "heal",
+    "healing_recipe",
     "load_recipe",
     "make_recipe",
     "optimizer_groups",

@@ -1,7 +1,7 @@
 """`gated-attention transfer`: transfers sinks, then shows the model before and after on text that took no part."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,7 +82,9 @@ def run_transfer(
     # All that can be wrong with the tests is found before the work.
     load = LoadOptions(dtype=tests.dtype, device=options.device)
     load.check()
-    windows, bos = _test_windows(source, text, text_name, options, tests) if options.test_tokens else ({}, False)
+    windows, bos = (
+        windows_of_tests(source, text, text_name, options, tests.texts) if options.test_tokens else ({}, False)
+    )
     if tests.out is not None:
         check_plots()
         _make_folder(tests.out, source)
@@ -91,7 +93,7 @@ def run_transfer(
     echo(report.describe())
     if windows:
         try:
-            found = _inspect({"before": source, "after": target}, windows, bos, load)
+            found = inspect_folders({"before": source, "after": target}, windows, bos, load)
         except InspectionError as error:
             raise InspectionError(f"{target} is complete, but could not be shown: {error}") from error
         for name, inspections in found.items():
@@ -123,26 +125,29 @@ def _make_folder(out: Path | None, source: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _test_windows(
-    source: Path, text: str, text_name: str, options: TransferOptions, tests: ShowOptions
+def windows_of_tests(
+    source: Path, text: str, text_name: str, options: TransferOptions, texts: Iterable[Path]
 ) -> tuple[dict[str, list[torch.Tensor]], bool]:
-    """The windows of each test text, by name, and whether they begin with BOS."""
+    """
+    The windows of each test text, by name, and whether they begin with BOS: the end of `text`, which no calibration with these options
+    sees, and the files `texts`.
+    """
     tokenizer = load_tokenizer(source)
     bos = tokenizer.bos_token_id is not None
     calibration = calibration_windows(
         tokenizer, text, options.tokens, options.length, options.test_tokens, options.bos_share, options.seed
     )
     windows = {f"end of {text_name}": list(calibration.test[:, None])}
-    for path in tests.texts:
+    for path in texts:
         name = path.name if path.name not in windows else str(path)
         windows[name] = windows_of(tokenizer, read_text(path), options.length, options.test_tokens, bos)[0]
     return windows, bos
 
 
-def _inspect(
+def inspect_folders(
     folders: dict[str, Path], windows: dict[str, list[torch.Tensor]], bos: bool, load: LoadOptions
 ) -> dict[str, list[Inspection]]:
-    """For each test text the inspections of the source and of the result."""
+    """For each test text the inspections of the models in `folders`, by what they are called."""
     found: dict[str, list[Inspection]] = {}
     names = [folder.resolve().name for folder in folders.values()]
     for (place, folder), name in zip(folders.items(), names, strict=True):

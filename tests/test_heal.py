@@ -1,0 +1,175 @@
+"""Transfer and self-distillation in one go: what comes out, what is left when it stops, and what is refused."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import COMMAND, save_source, tiny_llama, tree_hashes
+from test_sink_transfer import TEXT, planted_sink
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gated_attention import GatedAttentionForCausalLM
+from gated_attention.conversion import ConversionError, NothingToTransferError
+from gated_attention.conversion.sink_transfer import TransferOptions
+from gated_attention.training import HealingOptions, heal, healing_recipe
+
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "distill_transfer.yaml"
+
+HEALING_FILE = "healing.json"
+
+SMALL_TRANSFER = {"tokens": 1024, "length": 32, "test_tokens": 256}
+
+
+def options(**changes) -> HealingOptions:
+    transfer = TransferOptions(**SMALL_TRANSFER | changes.pop("transfer", {}))
+    return HealingOptions(transfer, **{"tokens": 1024, "length": 32, "learning_rate": 1e-4} | changes)
+
+
+@pytest.fixture
+def planted_source(tmp_path):
+    return save_source(tmp_path / "source", planted_sink())
+
+
+def left_beside(target: Path) -> list[str]:
+    return sorted(path.name for path in target.parent.glob(f".{target.name}*"))
+
+
+def test_healed_model_has_no_sink_and_is_as_good(planted_source, target, tmp_path):
+    before = tree_hashes(planted_source)
+    other = tmp_path / "other.txt"
+    other.write_text("the sink opens and the gate closes " * 300)
+    said = []
+    found = heal(planted_source, target, TEXT, options(texts=(other,)), text_name="some text", echo=said.append)
+    assert tree_hashes(planted_source) == before and not left_beside(target)
+    assert set(found) == {"end of some text", "other.txt"}
+    for source, _, healed in found.values():
+        assert source.f_attn > 0.2 and healed.f_attn < 0.05 and healed.largest_key_share < 0.1
+        assert healed.perplexity < 1.1 * source.perplexity
+    # What is read is what was made.
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert type(model) is GatedAttentionForCausalLM
+    written = json.loads((target / HEALING_FILE).read_text())
+    assert [test["perplexity"] for test in written["tests"]["other.txt"]] == [
+        one.perplexity for one in found["other.txt"]
+    ]
+    assert written["options"]["tokens"] == 1024 and written["transfer"]["layers"]
+    card = (target / "README.md").read_text()
+    assert card.count("## Attention sinks, activations and gates") == 2 and "license: apache-2.0" in card
+    assert str(tmp_path) not in card
+    assert (target / "training_curves.png").is_file() and not list(target.glob("checkpoint-*"))
+    assert any("teacher_perplexity" in text for text in said)
+
+
+def test_a_healing_that_was_stopped_goes_on(planted_source, target, monkeypatch, tmp_path, caplog):
+    straight = heal(planted_source, tmp_path / "straight", TEXT, options(), echo=lambda text: None)
+    module = sys.modules["gated_attention.training.heal"]
+    real_train, real_transfer, transfers = module.train, module.transfer_sinks, []
+
+    def stopped(recipe, echo):
+        real_train(recipe, echo)
+        raise KeyboardInterrupt
+
+    def counted(*arguments, **keywords):
+        transfers.append(arguments)
+        return real_transfer(*arguments, **keywords)
+
+    monkeypatch.setattr(module, "transfer_sinks", counted)
+    monkeypatch.setattr(module, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        heal(planted_source, target, TEXT, options(), echo=lambda text: None)
+    assert not target.exists() and left_beside(target) == [".target.healing"]
+    monkeypatch.setattr(module, "train", real_train)
+    again = heal(planted_source, target, TEXT, options(), echo=lambda text: None)
+    assert len(transfers) == 1 and not left_beside(target)
+    assert [one.perplexity for one in again["end of text"]] == [one.perplexity for one in straight["end of text"]]
+
+    # Other settings begin anew.
+    monkeypatch.setattr(module, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        heal(planted_source, tmp_path / "other", TEXT, options(), echo=lambda text: None)
+    monkeypatch.setattr(module, "train", real_train)
+    with caplog.at_level(logging.WARNING):
+        heal(planted_source, tmp_path / "other", TEXT, options(learning_rate=5e-5), echo=lambda text: None)
+    assert "begun anew" in caplog.text and len(transfers) == 3
+
+
+def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
+    module = sys.modules["gated_attention.training.heal"]
+
+    def look(recipe, echo):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "train", look)
+    with pytest.raises(KeyboardInterrupt):
+        heal(planted_source, target, TEXT, options(), echo=lambda text: None)
+    work = target.parent / ".target.healing"
+    tokenizer = AutoTokenizer.from_pretrained(planted_source)
+    rows = [json.loads(line)["text"] for line in (work / "rows.jsonl").read_text().splitlines()]
+    ids = [tokenizer(row, add_special_tokens=False)["input_ids"] for row in rows]
+    with_bos = [row for row in ids if row[0] == tokenizer.bos_token_id]
+    assert 0.6 < len(with_bos) / len(ids) < 0.9
+    assert max(map(len, ids)) <= 31  # and the end of text
+    whole = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    plain = [token for row in ids for token in row if token != tokenizer.bos_token_id]
+    before_test = len(whole) // 32 * 32 - 256
+    assert plain == whole[: len(plain)] and before_test - 30 < len(plain) <= before_test
+
+
+def test_command_and_recipe_train_in_the_same_way():
+    recipe = yaml.safe_load(RECIPE.read_text())
+    made = healing_recipe("source", "transferred", "text.jsonl", "held-out.jsonl", "healed", HealingOptions())
+    for name in (
+        "objective",
+        "parameter_groups",
+        "length",
+        "max_steps",
+        "per_device_train_batch_size",
+        "warmup_steps",
+    ):
+        assert recipe[name] == made[name], name
+    for name in ("learning_rate", "lr_scheduler_type", "max_grad_norm", "eval_steps", "save_steps"):
+        assert float(recipe[name]) == made[name] if name == "learning_rate" else recipe[name] == made[name], name
+    assert recipe["distillation"]["sink_share"] == made["distillation"]["sink_share"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": 100}, "`tokens` must hold a step of 4 rows of 32 tokens, got 100"),
+        ({"length": 8}, "`length` must be 16 or more, got 8"),
+        ({"transfer": {"test_tokens": 0}}, "a healing is tested"),
+    ],
+    ids=["tokens", "length", "no_test"],
+)
+def test_options_that_make_no_sense_are_refused(changes, words):
+    with pytest.raises(ConversionError, match=words):
+        options(**changes)
+
+
+def test_nothing_is_left_of_a_healing_that_cannot_begin(planted_source, target, tmp_path):
+    target.mkdir()
+    (target / "mine.txt").write_text("mine")
+    with pytest.raises(ConversionError, match="is not empty"):
+        heal(planted_source, target, TEXT, options())
+    assert not left_beside(target) and (target / "mine.txt").read_text() == "mine"
+    sinkless = save_source(tmp_path / "sinkless", tiny_llama())
+    with pytest.raises(NothingToTransferError):
+        heal(sinkless, tmp_path / "new", TEXT, options())
+    assert not left_beside(tmp_path / "new")
+
+
+def test_command(planted_source, target, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    sizes = ["--tokens", "256", "--length", "32", "--calibration-tokens", "1024", "--calibration-length", "32"]
+    command = [COMMAND, "heal", planted_source, target, "--text", text, "--test-tokens", "256", *sizes]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "end of text.txt" in process.stdout and f"the healed model is in {target}" in process.stdout
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 1 and "is not empty" in again.stderr and "Traceback" not in again.stderr

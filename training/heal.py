@@ -1,0 +1,235 @@
+"""A sink transfer and the short self-distillation after it, in one go: the model comes out as good as its source, without sinks."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..conversion.errors import ConversionError
+from ..conversion.places import check_places
+from ..conversion.sink_transfer.command import inspect_folders, windows_of_tests
+from ..conversion.sink_transfer.transfer import TransferOptions, load_tokenizer, transfer_sinks
+from ..conversion.staging import exclusive, staged_folder
+from ..diagnostics.command import LoadOptions
+from ..diagnostics.report import aligned, card_section, settings_line, summary_rows
+from ..diagnostics.results import Inspection
+from .recipe import make_recipe
+from .run import train
+
+
+logger = logging.getLogger(__name__)
+
+HEALING_FILE = "healing.json"
+
+# Rows of the held-out text that the curves are drawn of; the tests are on all of it.
+_WATCHED_ROWS = 8
+
+
+@dataclass(frozen=True)
+class HealingOptions:
+    """
+    How a model is healed; one object serves the function and the command line.
+
+    Attributes:
+        transfer: How sinks are transferred. Its `test_tokens` at the end of the text take part in nothing, and are what the result is tested on.
+        tokens: Tokens to learn the source's predictions on, those before the test; a shorter text is gone through again.
+        length: Tokens in a row.
+        batch: Rows in a step.
+        learning_rate: Of the attention's weights; gates and biases have ten times as much.
+        sink_share: What attention on the first token costs.
+        activations: What activations above 300 cost, as the logarithm of the ratio.
+        texts: Text files of other kinds to test on.
+        dtype: Format that the models are tested in. Training is in float32.
+    """
+
+    transfer: TransferOptions = field(default_factory=lambda: TransferOptions(test_tokens=8192))
+    tokens: int = 81920
+    length: int = 256
+    batch: int = 4
+    learning_rate: float = 2e-4
+    sink_share: float = 1.0
+    activations: float = 0.0
+    texts: tuple[Path, ...] = ()
+    dtype: str = "auto"
+
+    def __post_init__(self):
+        for name, least in (("length", 16), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise ConversionError(f"`{name}` must be {least} or more, got {getattr(self, name)}")
+        if self.tokens < self.length * self.batch:
+            raise ConversionError(
+                f"`tokens` must hold a step of {self.batch} rows of {self.length} tokens, got {self.tokens}"
+            )
+        if not self.transfer.test_tokens:
+            raise ConversionError(f"`test_tokens` must be at least {self.transfer.length}: a healing is tested")
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // (self.length * self.batch)
+
+
+def healing_recipe(
+    source: str, transferred: str, data: str, held_out: str, output_dir: str, options: HealingOptions
+) -> dict[str, Any]:
+    """The recipe of the distillation: that of `recipes/distill_transfer.yaml`, with the paths and figures of these options."""
+    at_once = {"learning_rate": 10, "weight_decay": 0}
+    return {
+        "model": transferred,
+        "output_dir": output_dir,
+        "objective": "distill",
+        "distillation": {
+            "teacher": source,
+            "sink_share": options.sink_share,
+            "activations": options.activations,
+        },
+        "data": [{"path": data}],
+        "evaluation_data": [{"path": held_out}],
+        "length": options.length,
+        "parameter_groups": [
+            {"pattern": "gates", **at_once},
+            {"pattern": r"self_attn\..*bias", **at_once},
+            {"pattern": "self_attn"},
+            {"pattern": "", "frozen": True},
+        ],
+        "max_steps": options.steps,
+        "per_device_train_batch_size": options.batch,
+        "learning_rate": options.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": max(1, options.steps // 20),
+        "max_grad_norm": 1.0,
+        "logging_steps": max(1, options.steps // 20),
+        "eval_strategy": "steps",
+        "eval_steps": max(1, options.steps // 4),
+        "save_steps": max(1, options.steps // 4),
+        "save_total_limit": 2,
+        "seed": options.transfer.seed,
+        "use_cpu": options.transfer.device == "cpu",
+        "diagnostics": {"every": max(1, options.steps // 4)},
+    }
+
+
+def heal(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    text: str,
+    options: HealingOptions | None = None,
+    *,
+    text_name: str = "text",
+    echo: Callable[[str], None] = print,
+) -> dict[str, list[Inspection]]:
+    """
+    Transfer the sinks of a model, let the result learn its source's predictions, and test all three.
+
+    What is made lies in a hidden folder beside the target until it is complete; a healing that was stopped goes on from there when it is asked
+    for again with the same settings. The target holds the model, its card, `healing.json` with the tests, and `training_curves.png`.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder of a checkpoint that [`transfer_sinks`] takes. Never written to.
+        target (`str` or `os.PathLike`): Folder to make.
+        text (`str`): Text to transfer and heal on; its end is for the test.
+        options ([`HealingOptions`], *optional*): How.
+        text_name (`str`): Name of the text, for the report.
+        echo: Where reports go.
+
+    Returns:
+        By text, the inspections of the source, of the model after the transfer, and of the healed one.
+
+    Raises:
+        [`ConversionError`], [`RecipeError`]: something cannot be read, transferred, trained or written.
+    """
+    options = options or HealingOptions()
+    source, target = Path(source), Path(os.path.abspath(target))
+    load = LoadOptions(dtype=options.dtype, device=options.transfer.device)
+    load.check()
+    with exclusive(target):
+        check_places(source, target, options.transfer.overwrite)
+        windows, bos = windows_of_tests(source, text, text_name, options.transfer, options.texts)
+        work = _work_folder(target, source, options, text)
+        transferred, trained = work / "transferred", work / "trained"
+        if not transferred.is_dir():
+            try:
+                report = transfer_sinks(source, transferred, text, options.transfer, text_name=text_name)
+            except ConversionError:
+                shutil.rmtree(work)
+                raise
+            echo(report.describe())
+        rows, held_out = _write_rows(source, text, options, work)
+        recipe = healing_recipe(str(source), str(transferred), str(rows), str(held_out), str(trained), options)
+        train(make_recipe(recipe | {"resume_from_checkpoint": "auto"}), echo=echo)
+
+        folders = {"source": source, "transferred": transferred, "healed": trained}
+        found = inspect_folders(folders, windows, bos, load)
+        for name, inspections in found.items():
+            echo(f"\n{name}, {settings_line(inspections[0])}\n{aligned(summary_rows(inspections))}")
+        _describe(trained, transferred, options, found)
+        with staged_folder(target) as folder:
+            for path in sorted(trained.iterdir()):
+                if not path.name.startswith("checkpoint-"):
+                    path.rename(folder / path.name)
+        shutil.rmtree(work)
+    echo(f"\nthe healed model is in {target}")
+    return found
+
+
+def _work_folder(target: Path, source: Path, options: HealingOptions, text: str) -> Path:
+    """A hidden folder beside the target; what another source, text or setting left there is cleared."""
+    work = target.parent / f".{target.name}.healing"
+    settings = json.dumps({"source": str(source.resolve()), "characters": len(text), **asdict(options)}, default=str)
+    kept = work / "settings.json"
+    if work.is_dir() and not (kept.is_file() and kept.read_text(encoding="utf-8") == settings):
+        logger.warning("%s is of other settings, and begun anew", work)
+        shutil.rmtree(work)
+    work.mkdir(exist_ok=True)
+    kept.write_text(settings, encoding="utf-8")
+    return work
+
+
+def _write_rows(source: Path, text: str, options: HealingOptions, work: Path) -> tuple[Path, Path]:
+    """
+    The text before the test, cut into records of a row each, of which most begin with BOS: a long text would have it once. And some of
+    the text that is held out.
+    """
+    tokenizer = load_tokenizer(source)
+    if not tokenizer.is_fast:
+        raise ConversionError(f"{source}: healing needs a fast tokenizer, which says where in the text a token lies")
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    # What the calibration counts as the test: whole windows, from the end of the whole windows.
+    length = options.transfer.length
+    test = len(offsets) // length * length - options.transfer.test_tokens // length * length
+    inside = options.length - 2  # BOS before and the end of text after
+    starts = range(0, test - inside + 1, inside)
+    generator = torch.Generator().manual_seed(options.transfer.seed)
+    with_bos = torch.rand(len(starts), generator=generator) < options.transfer.bos_share
+    bos = tokenizer.bos_token or ""
+
+    def record(start: int, bos: str) -> str:
+        piece = text[offsets[start][0] : offsets[min(start + inside, len(offsets)) - 1][1]]
+        return json.dumps({"text": bos + piece}) + "\n"
+
+    rows, held_out = work / "rows.jsonl", work / "held_out.jsonl"
+    rows.write_text(
+        "".join(record(start, bos if chosen else "") for start, chosen in zip(starts, with_bos.tolist(), strict=True)),
+        encoding="utf-8",
+    )
+    watched = range(test, min(len(offsets) - inside, test + _WATCHED_ROWS * inside) + 1, inside)
+    held_out.write_text("".join(record(start, bos) for start in watched), encoding="utf-8")
+    return rows, held_out
+
+
+def _describe(trained: Path, transferred: Path, options: HealingOptions, found: dict[str, list[Inspection]]) -> None:
+    """Lay the figures beside the model, and a table of them into its card."""
+    content = {
+        "options": json.loads(json.dumps(asdict(options), default=str)),
+        "transfer": json.loads((transferred / "sink_transfer.json").read_text(encoding="utf-8")),
+        "tests": {name: [inspection.summary() for inspection in inspections] for name, inspections in found.items()},
+    }
+    (trained / HEALING_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    card = trained / "README.md"
+    sections = [f"{card_section(inspections)}" for inspections in found.values()]
+    card.write_text(card.read_text(encoding="utf-8").rstrip() + "\n\n" + "\n".join(sections), encoding="utf-8")
