@@ -3,6 +3,8 @@
 from .callback import DiagnosticsCallback
 from .errors import InspectionError
 from .inspection import inspect_model, inspect_text
+from .low_bit import LowBitResult, low_bit_perplexity
+from .low_bit_layers import LayerCosts, layer_costs
 from .results import Activation, GateSummary, Inspection, InspectionSettings, LayerInspection
 from .streaming import StreamingResult, streaming_perplexity
 
@@ -14,9 +16,13 @@ __all__ = [
     "Inspection",
     "InspectionError",
     "InspectionSettings",
+    "LayerCosts",
     "LayerInspection",
+    "LowBitResult",
     "StreamingResult",
     "inspect_model",
     "inspect_text",
+    "layer_costs",
+    "low_bit_perplexity",
     "streaming_perplexity",
 ]
