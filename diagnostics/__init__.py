@@ -1,6 +1,7 @@
 """Diagnostics: what sinks, activations and gates do, in any decoder-only model of transformers."""
 
 from .callback import DiagnosticsCallback
+from .copying import CopyingResult, copying_accuracy
 from .errors import InspectionError
 from .inspection import inspect_model, inspect_text
 from .low_bit import LowBitResult, low_bit_perplexity
@@ -11,6 +12,7 @@ from .streaming import StreamingResult, streaming_perplexity
 
 __all__ = [
     "Activation",
+    "CopyingResult",
     "DiagnosticsCallback",
     "GateSummary",
     "Inspection",
@@ -20,6 +22,7 @@ __all__ = [
     "LayerInspection",
     "LowBitResult",
     "StreamingResult",
+    "copying_accuracy",
     "inspect_model",
     "inspect_text",
     "layer_costs",
