@@ -6,12 +6,14 @@ from .errors import InspectionError
 from .inspection import inspect_model, inspect_text
 from .low_bit import LowBitResult, low_bit_perplexity
 from .low_bit_layers import LayerCosts, layer_costs
+from .prompts import Answer, answer_prompts
 from .results import Activation, GateSummary, Inspection, InspectionSettings, LayerInspection
 from .streaming import StreamingResult, streaming_perplexity
 
 
 __all__ = [
     "Activation",
+    "Answer",
     "CopyingResult",
     "DiagnosticsCallback",
     "GateSummary",
@@ -22,6 +24,7 @@ __all__ = [
     "LayerInspection",
     "LowBitResult",
     "StreamingResult",
+    "answer_prompts",
     "copying_accuracy",
     "inspect_model",
     "inspect_text",
