@@ -47,7 +47,8 @@ class LowBitResult:
         tokens: Tokens of the text.
         linears: Linear layers that were rounded.
         coverage: Share of the weights of the decoder layers' matrices that these hold.
-        not_covered: Other matrices of the decoder layers, such as stacked experts, by name without the layer's number.
+        not_covered: Matrices of the decoder layers that are no linear layer's and cannot be rounded, such as stacked experts, by
+            their names without the layer's number.
     """
 
     scheme: str | None
@@ -90,9 +91,10 @@ def low_bit_perplexity(
     if scheme is None:
         return LowBitResult(None, perplexity_of(model, windows), sum(window.numel() for window in windows))
     linears = linear_layers(model, lm_head)
-    coverage, rest = coverage_of(model, linears)
+    _, rest = coverage_of(model, linears)
     if only is not None:
         linears = {name: linear for name, linear in linears.items() if only(name)}
+    coverage, _ = coverage_of(model, linears)
     with low_bit_linears(linears, scheme):
         perplexity = perplexity_of(model, windows)
     return LowBitResult(scheme, perplexity, sum(window.numel() for window in windows), len(linears), coverage, rest)

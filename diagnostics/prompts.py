@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from .capture import evaluating
+from .capture import decoder_layers, evaluating
 from .errors import InspectionError
 
 
@@ -117,6 +117,7 @@ def answer_prompts(
         raise InspectionError(f"{type(model).__name__} cannot generate; give a causal language model of transformers")
     if max_new_tokens < 1:
         raise InspectionError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
+    decoder_layers(model)  # refuses what is no decoder
     ends = end_tokens(model, tokenizer)
     answers = []
     with evaluating(model), _greedy(model, ends, max_new_tokens):

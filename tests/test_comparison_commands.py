@@ -72,7 +72,7 @@ def test_low_bit(models, text, tmp_path):
 def test_low_bit_keeps_layers(source, text):
     result = low_bit_run([source], text, "--keep", r"down_proj", "--keep", r"layers\.0\.")
     assert result.exit_code == 0, result.output
-    assert "12 linear layers rounded" in result.output
+    assert "12 linear layers rounded, 54.5%" in result.output
     result = low_bit_run([source], text, "--keep", ".")
     assert line_of(result.output, "one scale a tensor").endswith("(x 1.000)")
     for pattern, words in (("up_proy", "'up_proy' is in the name of no linear layer"), ("(", "regular expressions")):

@@ -131,6 +131,7 @@ def test_what_is_rounded():
     assert low_bit_perplexity(model, WINDOWS, lm_head=True).linears == 8 * 3 + 1
     some = low_bit_perplexity(model, WINDOWS, only=lambda name: "layers.1." in name)
     assert some.linears == 8
+    assert (some.coverage, some.not_covered) == (pytest.approx(1 / 3), ())
     nothing = low_bit_perplexity(model, WINDOWS, only=lambda name: False)
     plain = low_bit_perplexity(model, WINDOWS, None)
     assert nothing.perplexity == plain.perplexity
