@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean, stdev
 
 from .command import LoadOptions
 from .comparisons import loaded_models, model_settings, prepare_folder, write_results
@@ -66,27 +67,43 @@ def run_prompts(
 
 def prompts_rows(results: dict[str, list[Answer]]) -> list[list[str]]:
     """What the answers are like: a header and one row a figure, means over prompts."""
-
-    def mean(values: list) -> float:
-        return sum(values) / len(values)
-
-    rows = [["", *results]]
-    for label, figure in (
-        ("tokens", lambda answer: f"{mean([len(a.token_ids) for a in answer]):.1f}"),
-        ("came to an end", lambda answer: f"{sum(a.ended for a in answer)} of {len(answer)}"),
-        ("distinct pairs (distinct-2)", lambda answer: f"{mean([a.distinct_2 for a in answer]):.3f}"),
-        ("runs of four repeated", lambda answer: f"{mean([a.repetition for a in answer]):.1%}"),
-        (
-            "tokens until the first difference",
-            lambda answer: "-" if answer[0].agreement is None else f"{mean([a.agreement for a in answer]):.1f}",
-        ),
-        (
-            "the same answer",
-            lambda answer: "-" if answer[0].same is None else f"{sum(a.same for a in answer)} of {len(answer)}",
-        ),
-    ):
-        rows.append([label, *(figure(answers) for answers in results.values())])
+    first = next(iter(results.values()))
+    rows = [
+        ["", *results],
+        ["tokens", *(f"{mean(len(a.token_ids) for a in answers):.1f}" for answers in results.values())],
+        ["came to an end", *(f"{sum(a.ended for a in answers)} of {len(answers)}" for answers in results.values())],
+        [
+            "distinct pairs (distinct-2)",
+            *(f"{mean(a.distinct_2 for a in answers):.3f}" for answers in results.values()),
+        ],
+        ["runs of four repeated", *(f"{mean(a.repetition for a in answers):.1%}" for answers in results.values())],
+    ]
+    if len(results) > 1:
+        others = [None if answers is first else answers for answers in results.values()]
+        rows.append(["repeated more than by the first", *(_repeated_more(first, answers) for answers in others)])
+        compared = [answers if answers and answers[0].agreement is not None else None for answers in others]
+        rows.append(
+            [
+                "tokens until the first difference",
+                *(f"{mean(a.agreement for a in answers):.1f}" if answers else "-" for answers in compared),
+            ]
+        )
+        rows.append(
+            [
+                "the same answer",
+                *(f"{sum(a.same for a in answers)} of {len(answers)}" if answers else "-" for answers in compared),
+            ]
+        )
     return rows
+
+
+def _repeated_more(first: list[Answer], answers: list[Answer] | None) -> str:
+    """Mean difference over prompts, with its standard error: whether it is more than chance."""
+    if answers is None:
+        return "-"
+    more = [a.repetition - b.repetition for a, b in zip(answers, first, strict=True)]
+    error = f" ± {stdev(more) / len(more) ** 0.5:.1%}" if len(more) > 1 else ""
+    return f"{mean(more):+.1%}{error}"
 
 
 def prompts_page(results: dict[str, list[Answer]], settings: dict[str, dict]) -> str:

@@ -1,6 +1,7 @@
 """`gated-attention low-bit`, `copying` and `prompts` print, draw and save what the functions give, models side by side."""
 
 import json
+import math
 
 import pytest
 from conftest import save_source, tiny_llama, tree_hashes
@@ -107,10 +108,10 @@ def test_copying(models, tmp_path):
 
 def test_prompts(models, tmp_path):
     (tmp_path / "mine.txt").write_text("the gate opens\nattention | to\n<b>\n")
-    arguments = ["--prompts", tmp_path / "mine.txt", "--max-new-tokens", 6, "--out", tmp_path / "out"]
+    arguments = ["--prompts", tmp_path / "mine.txt", "--max-new-tokens", 12, "--out", tmp_path / "out"]
     result = run("prompts", *models, *arguments)
     assert result.exit_code == 0, result.output
-    assert "3 prompts as a chat, greedy, at most 6 tokens; float32" in result.output
+    assert "3 prompts as a chat, greedy, at most 12 tokens; float32" in result.output
     assert line_of(result.output, "the same answer").split() == [
         "the",
         "same",
@@ -124,6 +125,11 @@ def test_prompts(models, tmp_path):
         "3",
     ]
     found = json.loads((tmp_path / "out" / "prompts.json").read_text())
+    shares = [[answer["repetition"] for answer in model["answers"]] for model in found.values()]
+    more = [after - before for before, after in zip(shares[0], shares[2], strict=True)]
+    error = math.sqrt(sum((value - sum(more) / 3) ** 2 for value in more) / 2 / 3)
+    line = line_of(result.output, "repeated more than by the first")
+    assert line.endswith(f"-  +0.0% ± 0.0%  {sum(more) / 3:+.1%} ± {error:.1%}")
     assert [answer["prompt"] for answer in found["source"]["answers"]] == ["the gate opens", "attention | to", "<b>"]
     page = (tmp_path / "out" / "prompts.md").read_text()
     assert "## 2. attention \\| to" in page and "<b>" not in page
