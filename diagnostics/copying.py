@@ -131,7 +131,7 @@ def copying_accuracy(
         model: A decoder-only causal language model of transformers.
         tokenizer: The model's tokenizer; tokens are drawn from its ordinary vocabulary ([`ordinary_tokens`]).
         distances: Tokens from a token to its repeat.
-        segment, sequences, seed: As for [`copying_sequences`]; each distance draws sequences of its own.
+        segment, sequences, seed: As for [`copying_sequences`]; the same segments stand at every distance.
         bos (`bool`, *optional*): Whether sequences begin with BOS; default: whether the tokenizer adds one.
         name (*optional*): Said beside the progress bar.
 

@@ -85,6 +85,9 @@ def test_sequences():
     assert torch.equal(rows, copying_sequences(vocabulary, 20, 6, 5, seed=1, bos_token_id=3))
     assert not torch.equal(rows, copying_sequences(vocabulary, 20, 6, 5, seed=2, bos_token_id=3))
     assert copying_sequences(vocabulary, 6, 6, 1).shape == (1, 12)
+    # What is copied is the same at every distance.
+    near, far = (copying_sequences(vocabulary, distance, 6, 5) for distance in (8, 30))
+    assert torch.equal(near[:, :8], far[:, :8])
 
 
 def test_ordinary_tokens_are_text():
