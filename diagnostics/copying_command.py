@@ -63,17 +63,26 @@ def run_copying(
         f"{settings[name]['dtype']}"
         for name in results
     ]
-    rows = [["distance", *(f"{name}: {what}" for name in results for what in ("accuracy", "loss", "loss at first"))]]
-    for place, distance in enumerate(options.distances):
-        cells = [cell for runs in results.values() for cell in _copying_cells(runs[place])]
-        rows.append([f"{distance:,}", *cells])
-    echo("\n".join(lines) + "\n\n" + aligned(rows))
+    echo("\n".join(lines) + "\n\n" + aligned(copying_rows(results)))
     if out is not None:
         draw_copying(results, out)
         echo(f"\ncopying.json and the figure are in {out}")
     return results
 
 
-def _copying_cells(result: CopyingResult) -> list[str]:
+def copying_rows(results: dict[str, list[CopyingResult]]) -> list[list[str]]:
+    """Accuracy, then loss, by distance: a header and one row a figure, one column a model."""
+    rows = [["", *results]]
+    for label, figure in (
+        ("accuracy", _accuracy),
+        ("loss", lambda result: f"{result.loss:.3f}"),
+        ("loss where they come first", lambda result: f"{result.first_loss:.3f}"),
+    ):
+        for results_at in zip(*results.values(), strict=True):
+            rows.append([f"{label}, distance {results_at[0].distance:,}", *map(figure, results_at)])
+    return rows
+
+
+def _accuracy(result: CopyingResult) -> str:
     error = "" if result.accuracy_error is None else f" ± {result.accuracy_error:.1%}"
-    return [f"{result.accuracy:.1%}{error}", f"{result.loss:.3f}", f"{result.first_loss:.2f}"]
+    return f"{result.accuracy:.1%}{error}"

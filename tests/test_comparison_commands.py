@@ -97,7 +97,7 @@ def test_copying(models, tmp_path):
     found = json.loads((tmp_path / "out" / "copying.json").read_text())
     assert found["source"]["distances"] == found["gated"]["distances"] != found["other"]["distances"]
     for place, distance in enumerate((4, 9)):
-        line = line_of(result.output, f"{distance} ")
+        line = line_of(result.output, f"loss, distance {distance} ")
         for model in found.values():
             assert f"{model['distances'][place]['loss']:.3f}" in line
     assert_picture(tmp_path / "out" / "copying")
