@@ -1,6 +1,9 @@
 """The `gated-attention` command. Heavy imports stay inside the commands, so that `--help` answers at once."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,6 +41,9 @@ _Models = Annotated[
     list[str], typer.Argument(help="Folders or Hub ids, shown side by side; or demo-model, the demo's SmolLM2-135M.")
 ]
 _Text = Annotated[Path | None, typer.Option(help="Text file; default: Python's own help pages.")]
+_Dataset = Annotated[str | None, typer.Option(help="Data set: Hub id, or a folder of text, JSON Lines or parquet.")]
+_Split = Annotated[str, typer.Option(help="Split of the data set.")]
+_Column = Annotated[str, typer.Option(help="Column of the data set that holds text.")]
 _Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin with BOS; default: as the tokenizer does.")]
 _Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")]
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")]
@@ -398,11 +404,9 @@ def train(
 def inspect(
     models: _Models,
     text: _Text = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="Data set: Hub id, or a folder of text, JSON Lines or parquet.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="Split of the data set.")] = "test",
-    column: Annotated[str, typer.Option(help="Column of the data set that holds text.")] = "text",
+    dataset: _Dataset = None,
+    split: _Split = "test",
+    column: _Column = "text",
     length: Annotated[int, typer.Option(help="Tokens in a window; F-Attn depends on it.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens to look at in all.")] = 16384,
     bos: _Bos = None,
@@ -463,6 +467,129 @@ def stream(
         )
     except (InspectionError, OSError) as error:
         _fail(error)
+
+
+@app.command("low-bit")
+def low_bit(
+    models: _Models,
+    text: _Text = None,
+    dataset: _Dataset = None,
+    split: _Split = "test",
+    column: _Column = "text",
+    length: Annotated[int, typer.Option(help="Tokens in a window; a scale a tensor is that of one window.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens to look at in all.")] = 16384,
+    bos: _Bos = None,
+    by_layer: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens to find out on which layers cost most, each rounded alone; a run a layer, so few. 0: leave it out.",
+        ),
+    ] = 0,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Regular expression: linear layers with such a name are not rounded; may be repeated."),
+    ] = None,
+    lm_head: Annotated[
+        bool, typer.Option("--lm-head", help="Round the output head too, beside the decoder layers.")
+    ] = False,
+    torchao: Annotated[
+        bool | None,
+        typer.Option("--torchao/--no-torchao", help="Run torchao's dynamic int8 too; default: if it is installed."),
+    ] = None,
+    dtype: _Dtype = "auto",
+    device: _Device = None,
+    trust_remote_code: _TrustRemoteCode = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for low_bit.json and figures.")] = None,
+) -> None:
+    """Perplexity with weights and activations of linear layers rounded to eight bits (W8A8), by how activations get their scale."""
+    from .diagnostics.command import LoadOptions, TextOptions
+    from .diagnostics.low_bit_command import LowBitOptions, run_low_bit
+
+    with _comparing(out):
+        run_low_bit(
+            _with_demo_model(models),
+            TextOptions(text, length, tokens, bos, dataset, split, column),
+            LoadOptions(dtype, None, device, trust_remote_code),
+            LowBitOptions(torchao, lm_head, tuple(keep or ()), by_layer),
+            out=out,
+            echo=typer.echo,
+        )
+
+
+@app.command()
+def copying(
+    models: _Models,
+    distance: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens from a token to its repeat; may be repeated.  [default: 32, 64, ..., 1024]"),
+    ] = None,
+    segment: Annotated[int, typer.Option(help="Tokens that are repeated in a sequence.")] = 32,
+    sequences: Annotated[int, typer.Option(help="Sequences a distance.")] = 16,
+    seed: Annotated[int, typer.Option(help="For the random tokens.")] = 0,
+    bos: _Bos = None,
+    dtype: _Dtype = "auto",
+    device: _Device = None,
+    trust_remote_code: _TrustRemoteCode = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for copying.json and the figure.")] = None,
+) -> None:
+    """In-context copying: how well random tokens are predicted when they come again, by distance."""
+    from .diagnostics.command import LoadOptions
+    from .diagnostics.copying_command import CopyingOptions, run_copying
+
+    options = CopyingOptions(segment=segment, sequences=sequences, seed=seed, bos=bos)
+    if distance:
+        options = replace(options, distances=tuple(distance))
+    with _comparing(out):
+        run_copying(
+            _with_demo_model(models),
+            LoadOptions(dtype, None, device, trust_remote_code),
+            options,
+            out=out,
+            echo=typer.echo,
+        )
+
+
+@app.command()
+def prompts(
+    models: _Models,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file with a prompt a line; default: twenty short ones of our own.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 96,
+    dtype: _Dtype = "auto",
+    device: _Device = None,
+    trust_remote_code: _TrustRemoteCode = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for prompts.json and the page prompts.md.")] = None,
+) -> None:
+    """Greedy answers to short prompts side by side: length, repetition, agreement with the first model's."""
+    from .diagnostics.command import LoadOptions
+    from .diagnostics.prompts_command import run_prompts
+
+    with _comparing(out):
+        run_prompts(
+            _with_demo_model(models),
+            LoadOptions(dtype, None, device, trust_remote_code),
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            out=out,
+            echo=typer.echo,
+        )
+
+
+@contextmanager
+def _comparing(out: Path | None) -> Iterator[None]:
+    """Errors as one line; after an interruption, where the models that are done are."""
+    from .diagnostics import InspectionError
+
+    try:
+        yield
+    except (InspectionError, OSError) as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        where = "give --out to keep models that are done" if out is None else f"models that are done are in {out}"
+        typer.echo(f"gated-attention: interrupted; {where}", err=True)
+        raise typer.Exit(code=130) from None
 
 
 @app.command()

@@ -125,7 +125,7 @@ def run_inspection(
         out.mkdir(parents=True, exist_ok=True)
     content, text_name = text_options.read()
     inspections, maps = [], {}
-    for name, path in zip(_short_names(models), models, strict=True):
+    for name, path in zip(short_names(models), models, strict=True):
         model, tokenizer = load_options.load(path)
         number = len(decoder_layers(model))
         for layer in map_layers or ():  # before the work
@@ -187,7 +187,7 @@ def run_streaming(
     content, text_name = text_options.read()
     runs = {"full cache": None, f"last {window}": 0, f"first {kept} and last {window - kept}": kept}
     results = {}
-    for name, path in zip(_short_names(models), models, strict=True):
+    for name, path in zip(short_names(models), models, strict=True):
         model, tokenizer = load_options.load(path)
         length = text_options.length
         (input_ids, *_), with_bos = windows_of(tokenizer, content, length, length, text_options.bos)
@@ -212,7 +212,7 @@ def run_streaming(
     return results
 
 
-def _short_names(models: list[str]) -> list[str]:
+def short_names(models: list[str]) -> list[str]:
     """Folder or repository names; whole ones where the short ones are the same."""
     short = [Path(model).resolve().name if Path(model).is_dir() else model for model in models]
     names = short if len(set(short)) == len(short) else models

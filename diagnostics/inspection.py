@@ -166,11 +166,7 @@ def windows_of(
         raise InspectionError(
             f"`length` must be at least 2, since the first token attends to itself only; got {length}"
         )
-    if bos is None:
-        with_special = tokenizer("a").input_ids
-        bos = tokenizer.bos_token_id is not None and with_special[:1] == [tokenizer.bos_token_id]
-    if bos and tokenizer.bos_token_id is None:
-        raise InspectionError("the tokenizer has no BOS token; leave it out with bos=False (--no-bos)")
+    bos = begins_with_bos(tokenizer, bos)
     # Of a long text only the beginning is needed; the cut lies well behind the last token that is used.
     ids = tokenizer(text[: tokens * _CHARACTERS_A_TOKEN], add_special_tokens=False).input_ids
     if len(ids) < tokens + length:
@@ -185,6 +181,16 @@ def windows_of(
         )
     start = [tokenizer.bos_token_id] if bos else []
     return [torch.tensor([start + ids[i * fill : (i + 1) * fill]]) for i in range(number)], bos
+
+
+def begins_with_bos(tokenizer, bos: bool | None) -> bool:
+    """Whether a text begins with BOS: as asked for, or (None) as the tokenizer does."""
+    if bos is None:
+        with_special = tokenizer("a").input_ids
+        return tokenizer.bos_token_id is not None and with_special[:1] == [tokenizer.bos_token_id]
+    if bos and tokenizer.bos_token_id is None:
+        raise InspectionError("the tokenizer has no BOS token; leave it out with bos=False (--no-bos)")
+    return bos
 
 
 def token_losses(logits: torch.Tensor, batch: Batch, row: int) -> torch.Tensor:

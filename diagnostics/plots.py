@@ -13,7 +13,7 @@ from .results import Inspection
 # Okabe and Ito's palette, told apart by colour-blind readers; line styles and markers tell them apart in print.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", "-.", ":")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MAP_TOKENS = 40
 
 # A model keeps its number, and so its colour, in figures that show only some of the models.
@@ -22,10 +22,11 @@ _Numbered = list[tuple[int, Inspection]]
 
 def check_plots() -> None:
     """Say what is missing before the work rather than after it."""
-    _pyplot()
+    load_pyplot()
 
 
-def _pyplot():
+def load_pyplot():
+    """matplotlib's pyplot, drawing into files."""
     try:
         import matplotlib
     except ImportError as error:
@@ -36,7 +37,8 @@ def _pyplot():
     return pyplot
 
 
-def _look(number: int) -> dict:
+def look(number: int) -> dict:
+    """Colour and line style of a model, by its number."""
     return {"color": _COLORS[number % len(_COLORS)], "linestyle": _STYLES[number % len(_STYLES)]}
 
 
@@ -49,14 +51,14 @@ def draw_f_attn(axes, inspections: _Numbered) -> None:
     for number, inspection in inspections:
         layers = [layer for layer in inspection.layers if layer.f_attn]
         index = [layer.layer_idx for layer in layers]
-        name = _plain(inspection.settings.model)
+        name = plain_name(inspection.settings.model)
         axes.plot(
             index,
             [_mean(layer.f_attn) for layer in layers],
             label=f"{name}: first token ({inspection.f_attn:.3f})",
-            marker=_MARKERS[number % len(_MARKERS)],
+            marker=MARKERS[number % len(MARKERS)],
             markersize=4,
-            **_look(number),
+            **look(number),
         )
         axes.plot(
             index,
@@ -76,7 +78,9 @@ def draw_heads(axes, inspection: Inspection, figure) -> None:
     nothing = float("nan")
     grid = [[*(layer.f_attn or []), *[nothing] * (heads - len(layer.f_attn or []))] for layer in inspection.layers]
     image = axes.imshow(list(zip(*grid, strict=True)), aspect="auto", origin="lower", cmap="cividis", vmin=0, vmax=1)
-    axes.set(xlabel="layer", ylabel="head", title=f"Attention on the first token\n{_plain(inspection.settings.model)}")
+    axes.set(
+        xlabel="layer", ylabel="head", title=f"Attention on the first token\n{plain_name(inspection.settings.model)}"
+    )
     _whole_numbers(axes, both=True)
     figure.colorbar(image, ax=axes, label="share of attention")
 
@@ -93,9 +97,9 @@ def draw_activations(axes, inspections: _Numbered) -> None:
                 color=color,
                 alpha=1 - 0.3 * rank,
                 linestyle=_STYLES[number % len(_STYLES)],
-                marker=_MARKERS[number % len(_MARKERS)] if rank == 0 else None,
+                marker=MARKERS[number % len(MARKERS)] if rank == 0 else None,
                 markersize=4,
-                label=f"{_plain(inspection.settings.model)}: largest three (M-Act {inspection.m_act:,.0f})"
+                label=f"{plain_name(inspection.settings.model)}: largest three (M-Act {inspection.m_act:,.0f})"
                 if rank == 0
                 else None,
             )
@@ -104,7 +108,7 @@ def draw_activations(axes, inspections: _Numbered) -> None:
             [layer.median_activation for layer in inspection.layers],
             color=color,
             linestyle=":",
-            label=f"{_plain(inspection.settings.model)}: median",
+            label=f"{plain_name(inspection.settings.model)}: median",
         )
     axes.set(xlabel="layer", ylabel="|hidden state|", yscale="log", title="Activations after each layer")
     _finish(axes)
@@ -122,10 +126,10 @@ def draw_loss_by_position(axes, inspections: _Numbered, bins: int = 48) -> None:
             slot = 0 if position == 1 else min(bins - 1, int(math.log(position, edge)))
             grouped.setdefault(slot, []).append((position, loss))
         points = [(_mean([p for p, _ in group]), _mean([loss for _, loss in group])) for group in grouped.values()]
-        label = f"{_plain(inspection.settings.model)} (perplexity {inspection.perplexity:.2f})"
-        axes.plot(*zip(*points, strict=True), label=label, **_look(number))
+        label = f"{plain_name(inspection.settings.model)} (perplexity {inspection.perplexity:.2f})"
+        axes.plot(*zip(*points, strict=True), label=label, **look(number))
     axes.set(xlabel="position", ylabel="loss, nats a token", xscale="log", title="Loss by position")
-    _legend(axes)
+    legend_below(axes)
 
 
 def draw_gate_means(axes, inspections: _Numbered) -> None:
@@ -144,8 +148,8 @@ def draw_gate_means(axes, inspections: _Numbered) -> None:
         axes.plot(
             index,
             [_mean(layer.gate.mean) for layer in layers],
-            label=f"{_plain(inspection.settings.model)} ({inspection.gate_mean:.3f})",
-            **_look(number),
+            label=f"{plain_name(inspection.settings.model)} ({inspection.gate_mean:.3f})",
+            **look(number),
         )
     axes.set(xlabel="layer", ylabel="gate score", title="Gate scores: mean and range over heads")
     axes.set_ylim(bottom=0)
@@ -159,9 +163,11 @@ def draw_gate_histogram(axes, inspections: _Numbered) -> None:
         bins = len(gates[0].histogram)
         shares = [_mean([gate.histogram[position] for gate in gates]) for position in range(bins)]
         edges = [position * gates[0].histogram_end / bins for position in range(bins + 1)]
-        axes.stairs(shares, edges, label=_plain(inspection.settings.model), fill=False, **_look(number), linewidth=1.5)
+        axes.stairs(
+            shares, edges, label=plain_name(inspection.settings.model), fill=False, **look(number), linewidth=1.5
+        )
     axes.set(xlabel="gate score", ylabel="fraction of scores", yscale="log", title="Gate scores, all layers")
-    _legend(axes)
+    legend_below(axes)
 
 
 def draw_attention_map(axes, attention, tokens: list[str], title: str):
@@ -176,7 +182,7 @@ def draw_attention_map(axes, attention, tokens: list[str], title: str):
     return image
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A name that matplotlib does not take for a formula."""
     return name.replace("$", r"\$")
 
@@ -189,10 +195,10 @@ def _whole_numbers(axes, both: bool = False) -> None:
 
 def _finish(axes) -> None:
     _whole_numbers(axes)
-    _legend(axes)
+    legend_below(axes)
 
 
-def _legend(axes) -> None:
+def legend_below(axes) -> None:
     """Below the panel, where it hides nothing."""
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
@@ -212,7 +218,7 @@ def draw_inspections(
     Returns:
         `dict[str, Path]`: name of each figure and its SVG file; a PNG lies beside it.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     numbered = list(enumerate(inspections))
     attended = [entry for entry in numbered if entry[1].f_attn is not None]
@@ -235,7 +241,7 @@ def draw_inspections(
     for name, draw in panels.items():
         figure, axes = pyplot.subplots(figsize=(7, 4.8), layout="constrained")
         draw(axes, figure)
-        files[name] = _save(pyplot, figure, folder / name)
+        files[name] = save_figure(pyplot, figure, folder / name)
     for model, entries in ((model, entries) for model, entries in (maps or {}).items() if entries):
         figure, all_axes = pyplot.subplots(
             1, len(entries), figsize=(4.6 * len(entries) + 0.8, 5.0), layout="constrained", squeeze=False
@@ -243,9 +249,9 @@ def draw_inspections(
         for axes, (layer, attention, tokens) in zip(all_axes[0], entries, strict=True):
             image = draw_attention_map(axes, attention, tokens, f"layer {layer}")
         figure.colorbar(image, ax=all_axes[0].tolist(), label="share of attention", shrink=0.6)
-        figure.suptitle(f"Attention, mean over heads: {_plain(model)}")
+        figure.suptitle(f"Attention, mean over heads: {plain_name(model)}")
         key = "attention_maps" if len(maps) == 1 else f"attention_maps_{list(maps).index(model) + 1}"
-        files[key] = _save(pyplot, figure, folder / key)
+        files[key] = save_figure(pyplot, figure, folder / key)
 
     rows = (len(panels) + 1) // 2
     figure, all_axes = pyplot.subplots(rows, 2, figsize=(13, 4.8 * rows), layout="constrained", squeeze=False)
@@ -253,11 +259,12 @@ def draw_inspections(
         draw(axes, figure)
     for axes in all_axes.flat[len(panels) :]:
         axes.axis("off")
-    files["sheet"] = _save(pyplot, figure, folder / "sheet")
+    files["sheet"] = save_figure(pyplot, figure, folder / "sheet")
     return files
 
 
-def _save(pyplot, figure, path: Path) -> Path:
+def save_figure(pyplot, figure, path: Path) -> Path:
+    """Save as PNG and SVG, and return the SVG's path."""
     figure.savefig(path.with_suffix(".png"), dpi=150)
     figure.savefig(path.with_suffix(".svg"))
     pyplot.close(figure)
