@@ -333,6 +333,9 @@ def heal(
     ] = 2e-4,
     sink_share: Annotated[float, typer.Option(help="Cost of attention on the first token.")] = 1.0,
     activations: Annotated[float, typer.Option(help="Cost of activations above 300, by their logarithm.")] = 0.0,
+    copy_share: Annotated[
+        float, typer.Option(help="Share of rows with the text's words in random order, twice, to keep copying.")
+    ] = 0.25,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate the transfer on.")] = 32768,
     calibration_length: Annotated[int, typer.Option(help="Tokens in a window of those, and of the tests.")] = 512,
     granularity: _Granularity = "headwise",
@@ -371,6 +374,7 @@ def heal(
             learning_rate=learning_rate,
             sink_share=sink_share,
             activations=activations,
+            copy_share=copy_share,
             texts=tuple(test or ()),
             dtype=dtype,
         )

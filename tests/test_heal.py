@@ -98,7 +98,8 @@ def test_a_healing_that_was_stopped_goes_on(planted_source, target, monkeypatch,
     assert "begun anew" in caplog.text and len(transfers) == 3
 
 
-def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
+@pytest.mark.parametrize("share", [0, 0.4], ids=["text", "with_copies"])
+def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch, share):
     module = sys.modules["gated_attention.training.heal"]
 
     def look(recipe, echo):
@@ -106,7 +107,7 @@ def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
 
     monkeypatch.setattr(module, "train", look)
     with pytest.raises(KeyboardInterrupt):
-        heal(planted_source, target, TEXT, options(), echo=lambda text: None)
+        heal(planted_source, target, TEXT, options(copy_share=share), echo=lambda text: None)
     work = target.parent / ".target.healing"
     tokenizer = AutoTokenizer.from_pretrained(planted_source)
     rows = [json.loads(line)["text"] for line in (work / "rows.jsonl").read_text().splitlines()]
@@ -114,8 +115,13 @@ def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
     with_bos = [row for row in ids if row[0] == tokenizer.bos_token_id]
     assert 0.6 < len(with_bos) / len(ids) < 0.9
     assert max(map(len, ids)) <= 31  # and the end of text
+    plain_rows = [[token for token in row if token != tokenizer.bos_token_id] for row in ids]
+    copies = [row for row in plain_rows if row[: len(row) // 2] == row[len(row) // 2 :]]
+    assert len(copies) / len(ids) == pytest.approx(share, abs=0.12)
+    if share:
+        return
     whole = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    plain = [token for row in ids for token in row if token != tokenizer.bos_token_id]
+    plain = [token for row in plain_rows for token in row]
     before_test = len(whole) // 32 * 32 - 256
     assert plain == whole[: len(plain)] and before_test - 30 < len(plain) <= before_test
 
@@ -141,10 +147,11 @@ def test_command_and_recipe_train_in_the_same_way():
     ("changes", "words"),
     [
         ({"tokens": 100}, "`tokens` must hold a step of 4 rows of 32 tokens, got 100"),
+        ({"copy_share": 1}, "`copy_share` must be at least 0 and at most 0.5, got 1"),
         ({"length": 8}, "`length` must be 16 or more, got 8"),
         ({"transfer": {"test_tokens": 0}}, "a healing is tested"),
     ],
-    ids=["tokens", "length", "no_test"],
+    ids=["tokens", "copies", "length", "no_test"],
 )
 def test_options_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(ConversionError, match=words):

@@ -44,6 +44,8 @@ class HealingOptions:
         learning_rate: Of the attention's weights; gates and biases have ten times as much.
         sink_share: What attention on the first token costs.
         activations: What activations above 300 cost, as the logarithm of the ratio.
+        copy_share: Share of the rows that hold words of the text in random order, twice. A transfer fits gates on text, where there is little to copy,
+            and closes the heads that copy.
         texts: Text files of other kinds to test on.
         dtype: Format that the models are tested in. Training is in float32.
     """
@@ -55,6 +57,7 @@ class HealingOptions:
     learning_rate: float = 2e-4
     sink_share: float = 1.0
     activations: float = 0.0
+    copy_share: float = 0.25
     texts: tuple[Path, ...] = ()
     dtype: str = "auto"
 
@@ -66,6 +69,8 @@ class HealingOptions:
             raise ConversionError(
                 f"`tokens` must hold a step of {self.batch} rows of {self.length} tokens, got {self.tokens}"
             )
+        if not 0 <= self.copy_share <= 0.5:
+            raise ConversionError(f"`copy_share` must be at least 0 and at most 0.5, got {self.copy_share}")
         if not self.transfer.test_tokens:
             raise ConversionError(f"`test_tokens` must be at least {self.transfer.length}: a healing is tested")
 
@@ -192,8 +197,8 @@ def _work_folder(target: Path, source: Path, options: HealingOptions, text: str)
 
 def _write_rows(source: Path, text: str, options: HealingOptions, work: Path) -> tuple[Path, Path]:
     """
-    The text before the test, cut into records of a row each, of which most begin with BOS: a long text would have it once. And some of
-    the text that is held out.
+    The text before the test, cut into records of a row each, of which most begin with BOS: a long text would have it once. Among them such
+    to copy. And some of the text that is held out.
     """
     tokenizer = load_tokenizer(source)
     if not tokenizer.is_fast:
@@ -205,20 +210,32 @@ def _write_rows(source: Path, text: str, options: HealingOptions, work: Path) ->
     inside = options.length - 2  # BOS before and the end of text after
     starts = range(0, test - inside + 1, inside)
     generator = torch.Generator().manual_seed(options.transfer.seed)
-    with_bos = torch.rand(len(starts), generator=generator) < options.transfer.bos_share
     bos = tokenizer.bos_token or ""
 
-    def record(start: int, bos: str) -> str:
-        piece = text[offsets[start][0] : offsets[min(start + inside, len(offsets)) - 1][1]]
-        return json.dumps({"text": bos + piece}) + "\n"
+    def draw(share: float) -> bool:
+        return torch.rand((), generator=generator).item() < share
+
+    def piece(start: int) -> str:
+        return text[offsets[start][0] : offsets[min(start + inside, len(offsets)) - 1][1]]
+
+    def record(content: str, with_bos: bool) -> str:
+        return json.dumps({"text": (bos if with_bos else "") + content}) + "\n"
+
+    def copied(content: str) -> str:
+        words = content.split()
+        mixed = " ".join(words[index] for index in torch.randperm(len(words), generator=generator).tolist())
+        half = tokenizer(mixed, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return " ".join(2 * [mixed[: half[min(len(half), inside // 2 - 1) - 1][1]]])
 
     rows, held_out = work / "rows.jsonl", work / "held_out.jsonl"
-    rows.write_text(
-        "".join(record(start, bos if chosen else "") for start, chosen in zip(starts, with_bos.tolist(), strict=True)),
-        encoding="utf-8",
-    )
+    with rows.open("w", encoding="utf-8") as file:
+        for start in starts:
+            file.write(record(piece(start), draw(options.transfer.bos_share)))
+            # One of these beside so many of those.
+            if piece(start).split() and draw(options.copy_share / (1 - options.copy_share)):
+                file.write(record(copied(piece(start)), draw(options.transfer.bos_share)))
     watched = range(test, min(len(offsets) - inside, test + _WATCHED_ROWS * inside) + 1, inside)
-    held_out.write_text("".join(record(start, bos) for start in watched), encoding="utf-8")
+    held_out.write_text("".join(record(piece(start), True) for start in watched), encoding="utf-8")
     return rows, held_out
 
 
