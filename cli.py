@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from ._version import __version__
+from .hub.command import push
 
 
 app = typer.Typer(
@@ -399,6 +400,9 @@ def stream(
         )
     except (InspectionError, OSError) as error:
         _fail(error)
+
+
+app.command()(push)
 
 
 @app.command()
