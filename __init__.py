@@ -40,6 +40,8 @@ _EXPORTS = {
     "strip_checkpoint": "conversion",
     "transfer_sinks": "conversion",
     "verify_conversion": "conversion",
+    "UploadError": "hub.errors",
+    "push_folder": "hub.push",
     "inspect_model": "diagnostics",
     "inspect_text": "diagnostics",
 }

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from ._version import __version__
+from .hub.command import push
 
 
 app = typer.Typer(
@@ -594,6 +595,9 @@ def _comparing(out: Path | None) -> Iterator[None]:
         where = "give --out to keep models that are done" if out is None else f"models that are done are in {out}"
         typer.echo(f"gated-attention: interrupted; {where}", err=True)
         raise typer.Exit(code=130) from None
+
+
+app.command()(push)
 
 
 @app.command()

@@ -5,14 +5,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 
 # No test may reach for the network. Before the imports: huggingface_hub reads it then.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import huggingface_hub.constants
 import pytest
 import torch
+from loopback_hub import LoopbackHub
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -176,3 +179,36 @@ def without_package(tmp_path):
         return process
 
     return run
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A Hub on this machine; `client` is the environment of a process that uses it."""
+    with LoopbackHub() as server:
+        server.client = server.client_environment(tmp_path / "hf_home")
+        yield server
+
+
+@pytest.fixture
+def hub_here(hub, tmp_path, monkeypatch):
+    """The same, and this process is its client, which does not wait before it tries again: `naps` says for how long it would."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf_cache"))
+    for name, value in hub.environment().items():
+        monkeypatch.setenv(name, value)
+    hub.naps = []
+    monkeypatch.setattr(time, "sleep", hub.naps.append)
+    return hub
+
+
+def run_as_stranger(hub, script: str) -> None:
+    """Run a script where nobody has installed the package, with empty caches and the Hub on this machine."""
+    environment = {**hub.client, "HF_HOME": f"{hub.client['HF_HOME']}_of_a_stranger"}
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGE + script], env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr

@@ -1,15 +1,16 @@
 """A Hugging Face Hub on loopback, held in memory, to test pushing and pulling a model without a network.
 
 It speaks the part of the Hub's HTTP interface that `huggingface_hub` and `transformers` use for model repositories:
-create, commit (regular and LFS files), branches, listing and download. Xet, pull requests, tags, datasets, Spaces,
-gated repositories, `.gitignore` and the checks on a model card's metadata are left out.
+create, commit (regular and LFS files), branches, pull requests (opening them), listing and download. Xet, tags,
+datasets, Spaces, gated repositories, `.gitignore` and the checks on a model card's metadata are left out. It can be told
+to fail: see `Fault`.
 
     with LoopbackHub() as hub:
         environment = {**os.environ, **hub.environment(), "HF_HOME": str(temporary_folder)}
         subprocess.run([sys.executable, "push.py"], env=environment, check=True)
         assert "config.json" in hub.files("somebody/some-model")
 
-`huggingface_hub` reads its endpoint when it is imported, so the client has to be a process of its own.
+`huggingface_hub` reads its endpoint when it is imported, so the client is best a process of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import threading
 import traceback
 from collections.abc import Callable
@@ -156,6 +158,41 @@ class HubError(Exception):
         self.response = json_response({"error": message}, status, headers)
 
 
+@dataclass
+class Fault:
+    """
+    The next requests that go wrong.
+
+    Attributes:
+        method: Their HTTP method.
+        path: A regular expression that is found in their path.
+        status: What is answered; the connection is dropped where it is `None`.
+        times: How many go wrong.
+        headers: Of the answer.
+        done: Whether the request is carried out all the same, so that only its answer is lost. A dropped request that is not is
+            dropped in the middle of its body.
+        after: How many such requests go well before.
+    """
+
+    method: str
+    path: str
+    status: HTTPStatus | None = None
+    times: int = 1
+    headers: dict[str, str] = field(default_factory=dict)
+    done: bool = False
+    after: int = 0
+
+    def strikes(self, method: str, path: str) -> bool:
+        """Whether a request goes wrong; counts it."""
+        if method != self.method or self.times == 0 or not re.search(self.path, path):
+            return False
+        if self.after:
+            self.after -= 1
+            return False
+        self.times -= 1
+        return True
+
+
 Handler = Callable[["LoopbackHub", Request], Response]
 ROUTES: list[tuple[str, re.Pattern[str], Handler]] = []
 # A repository is two segments, owner and name; a revision is one, with its own slashes quoted.
@@ -178,7 +215,8 @@ class LoopbackHub:
     """A Hub of model repositories at `url`, alive within a `with` block.
 
     `received_bytes` counts the file content that clients have sent, as LFS uploads or inside commits: a push that
-    sends only what is new adds only that. `requests` holds "METHOD /path" of every request, oldest first.
+    sends only what is new adds only that. `requests` holds "METHOD /path" of every request, oldest first. What is put into
+    `faults` goes wrong, and `on_commit` is called before a commit is answered.
     """
 
     url: str
@@ -186,6 +224,8 @@ class LoopbackHub:
     def __init__(self, tree_page_size: int = 1000):
         self.received_bytes = 0
         self.requests: list[str] = []
+        self.faults: list[Fault] = []
+        self.on_commit: Callable[[], None] = lambda: None
         self._tree_page_size = tree_page_size
         self._repositories: dict[str, Repository] = {}
         self._lfs_objects: dict[str, bytes] = {}
@@ -223,10 +263,35 @@ class LoopbackHub:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
         return {**kept, **self.environment(), "HF_HOME": str(home)}
 
-    def files(self, repo_id: str) -> dict[str, bytes]:
-        """Return the content of main by path, `.gitattributes` included."""
+    def fault_for(self, method: str, target: str) -> Fault | None:
+        """The fault that strikes a request, if one does."""
         with self._lock:
-            commit = self._repositories[repo_id].resolve(DEFAULT_BRANCH)
+            return next((fault for fault in self.faults if fault.strikes(method, urlsplit(target).path)), None)
+
+    def repositories(self) -> set[str]:
+        """Return the ids of all repositories."""
+        with self._lock:
+            return set(self._repositories)
+
+    def make_private(self, repo_id: str) -> None:
+        """Hide a repository from clients without a token."""
+        with self._lock:
+            self._repositories[repo_id].private = True
+
+    def edit(self, repo_id: str, files: dict[str, bytes | None]) -> None:
+        """Commit other files to main, or none where the content is `None`."""
+        with self._lock:
+            repository = self._repositories[repo_id]
+            head = repository.resolve(DEFAULT_BRANCH).files
+            new = {path: StoredFile(content) for path, content in files.items() if content is not None}
+            repository.add_commit(
+                DEFAULT_BRANCH, {p: f for p, f in {**head, **new}.items() if p not in files or p in new}
+            )
+
+    def files(self, repo_id: str, revision: str = DEFAULT_BRANCH) -> dict[str, bytes]:
+        """Return the content of a revision by path, `.gitattributes` included."""
+        with self._lock:
+            commit = self._repositories[repo_id].resolve(revision)
             return {path: file.content for path, file in sorted(commit.files.items())}
 
     def commits(self, repo_id: str) -> list[str]:
@@ -271,8 +336,6 @@ class LoopbackHub:
         repository = self._readable(request)
         if not request.has_token:
             raise HubError(HTTPStatus.UNAUTHORIZED, "Invalid username or password.")
-        if request.asks_for("create_pr"):
-            raise HubError(HTTPStatus.FORBIDDEN, "The loopback hub has no pull requests")
         return repository
 
     # Repositories and revisions
@@ -380,9 +443,16 @@ class LoopbackHub:
                     del files[path]
             else:
                 raise HubError(HTTPStatus.BAD_REQUEST, f"The loopback hub has no operation {key}")
+        answer = {"success": True, "hookOutput": ""}
+        if request.asks_for("create_pr"):
+            number = 1 + sum(name.startswith("refs/pr/") for name in repository.branches)
+            branch = f"refs/pr/{number}"
+            repository.branches[branch] = head.sha
+            answer["pullRequestUrl"] = f"{self.url}/{repository.repo_id}/discussions/{number}"
         commit = repository.add_commit(branch, files)
         url = f"{self.url}/{repository.repo_id}/commit/{commit.sha}"
-        return json_response({"success": True, "commitOid": commit.sha, "commitUrl": url, "hookOutput": ""})
+        self.on_commit()
+        return json_response({**answer, "commitOid": commit.sha, "commitUrl": url})
 
     # Pull
 
@@ -474,8 +544,18 @@ class _RequestHandler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
         # The client never sends in chunks: it knows the length of everything that it sends.
-        body = self.rfile.read(int(headers.get("content-length", 0)))
-        response = self.server.hub.answer(self.command, self.path, headers, body)
+        length = int(headers.get("content-length", 0))
+        fault = self.server.hub.fault_for(self.command, self.path)
+        if fault is not None and fault.status is None and not fault.done:
+            self.rfile.read(length // 2)
+            return self._drop()
+        body = self.rfile.read(length)
+        if fault is None or fault.done:
+            response = self.server.hub.answer(self.command, self.path, headers, body)
+        if fault is not None and fault.status is None:
+            return self._drop()
+        if fault is not None:
+            response = json_response({"error": "A fault was injected"}, fault.status, fault.headers)
         self.send_response(response.status)
         for name, value in response.headers.items():
             self.send_header(name, value)
@@ -483,6 +563,11 @@ class _RequestHandler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(response.body)
+
+    def _drop(self) -> None:
+        self.close_connection = True
+        # Closing alone would wait for the client.
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _answer
 

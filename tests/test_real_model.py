@@ -1,16 +1,20 @@
 """SmolLM2-135M (dequantised from Q4_1): the promises, kept by a model that people know."""
 
+import json
+import shutil
 from pydoc_data.topics import topics
 
 import pytest
 import torch
-from conftest import tree_hashes
+from conftest import run_as_stranger, tree_hashes
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gated_attention import GatedAttentionForCausalLM, convert_checkpoint, inspect_model, inspect_text, transfer_sinks
 from gated_attention.demo import DemoError, demo_checkpoint
 from gated_attention.diagnostics import streaming_perplexity
 from gated_attention.diagnostics.texts import default_text
+from gated_attention.hub.push import push_folder
 
 
 pytestmark = pytest.mark.slow
@@ -112,3 +116,43 @@ def test_sink_is_transferred(smollm2, tmp_path):
         model, AutoTokenizer.from_pretrained(smollm2), text, length=256, tokens=2048, bos=True, ranks=False
     )
     assert found.f_attn < 0.02 and found.sink_rate < 0.01
+
+
+def test_pushed_model_is_the_converted_one_at_a_strangers(converted, text, hub_here, tmp_path):
+    """The whole path: converted, pushed, and fetched by its id where the package is not installed."""
+    repo_id = "someone/SmolLM2-135M-gated"
+    result = push_folder(converted, repo_id, base_model="HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert (result.check.error, result.check.agreed) == (0, result.check.generated)
+    save_file({"input_ids": text}, tmp_path / "inputs.safetensors")
+    run_as_stranger(
+        hub_here,
+        f"""
+model = AutoModelForCausalLM.from_pretrained({repo_id!r}, trust_remote_code=True)
+with torch.no_grad():
+    logits = model(load_file({str(tmp_path / "inputs.safetensors")!r})["input_ids"], use_cache=False).logits
+save_file({{"logits": logits}}, {str(tmp_path / "logits.safetensors")!r})
+""",
+    )
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    with torch.no_grad():
+        expected = model(text, use_cache=False).logits
+        assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], expected)
+
+        # A step of training on the gates alone: the source's own files do not travel again.
+        for name, parameter in model.named_parameters():
+            if ".g_proj." in name:
+                parameter += 0.01
+    trained = shutil.copytree(converted, tmp_path / "trained")
+    weight_map = json.loads((trained / "model.safetensors.index.json").read_text())["weight_map"]
+    (gates,) = {file for name, file in weight_map.items() if ".g_proj." in name}
+    parameters = model.state_dict()
+    save_file(
+        {name: parameters[name].contiguous() for name, file in weight_map.items() if file == gates},
+        trained / gates,
+        metadata={"format": "pt"},
+    )
+    before = hub_here.received_bytes
+    plan = push_folder(trained, repo_id, base_model="HuggingFaceTB/SmolLM2-135M-Instruct").plan
+    assert gates in plan.sent and not [name for name in plan.sent if name.endswith(".safetensors") and name != gates]
+    assert hub_here.received_bytes - before == plan.bytes_to_send
+    assert plan.bytes_to_send < (trained / gates).stat().st_size + 10_000  # of the card

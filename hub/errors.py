@@ -1,0 +1,2 @@
+class UploadError(ValueError):
+    """A folder cannot be uploaded, or an upload failed; the message says why and what to do."""
