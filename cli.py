@@ -349,7 +349,7 @@ def heal(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...: where models run.")] = "cpu",
     overwrite: _Overwrite = False,
 ) -> None:
-    """Transfer sinks to gates, then let the result learn its source's predictions: no sink left, and as good as before."""
+    """Transfer sinks to gates, then let the result learn its source's predictions, and test source, transfer and result."""
     from .conversion import ConversionError
     from .conversion.sink_transfer import TransferOptions
     from .diagnostics import InspectionError

@@ -1,4 +1,4 @@
-"""A sink transfer and the short self-distillation after it, in one go: the model comes out as good as its source, without sinks."""
+"""A sink transfer and the short self-distillation after it, in one go, and a test of what came of it."""
 
 import json
 import logging
