@@ -10,6 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..conversion import ConversionError, export_checkpoint
+from ..training.outputs import RESULTS_FILE
 from .base_model import check_base_on_hub
 from .card import CardSources, add_inspections, write_card
 from .check import Check, check_in_clean_process
@@ -199,6 +200,10 @@ def prepare_upload(
     original = model if original is None else original
     base_model = _base_of(original, base_model)
     previous = read_card(original.folder / "README.md")
+    if base_model is None and previous is not None and (original.folder / RESULTS_FILE).is_file():
+        # The card of a training, which knows. One that was copied from a source names the source's base, not the source.
+        named = previous.data.base_model
+        base_model = named if isinstance(named, str) and is_hub_id(named) else None
     found = licence_fields(previous)
     if not found and original.base_folder is not None:
         found = licence_fields(read_card(original.base_folder / "README.md"))

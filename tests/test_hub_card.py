@@ -163,6 +163,15 @@ def test_licence_and_base_model_come_from_the_hub(hub_here, tmp_path, prepare):
     assert (data.base_model, data.license) == ("someone/source", "cc-by-nc-sa-4.0")
 
 
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "copied"])
+def test_base_model_of_a_card_counts_if_a_training_wrote_it(gated, prepare, trained):
+    """A card that came along from a source names what the source was made of."""
+    (gated / "README.md").write_text("---\nlicense: mit\nbase_model: some/model\n---\n# Tiny\n")
+    if trained:
+        (gated / "training_results.json").write_text("{}")
+    assert card_of(prepare(gated)).data.base_model == ("some/model" if trained else None)
+
+
 @pytest.mark.parametrize(
     "card",
     [b"---\n- a list\n---\n", b"---\na: [1\n---\n", "---\nlicense: mit\n---\n caf\u00e9".encode("latin-1")],

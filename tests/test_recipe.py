@@ -891,8 +891,12 @@ def test_outputs(content):
 
 
 def test_card_carries_on_what_the_source_says(content):
-    header = "---\nlicense: other\nlicense_name: gate-1\nbase_model: some/model\nlibrary_name: other\n---\n"
+    header = "---\nlicense: other\nlicense_name: gate-1\nbase_model: its/base\nlibrary_name: other\n---\n"
     (Path(content["model"]) / "README.md").write_text(header)
+    certificate = Path(content["model"]) / "gated_attention_conversion.json"
+    written = json.loads(certificate.read_text())
+    written["source"]["id"] = "some/model"
+    certificate.write_text(json.dumps(written))
     result = run(content, train="lora", lora={"r": 4}, max_steps=2)
     for folder, library in ((result.output_dir, "peft"), (result.merged, "transformers")):
         card = ModelCard.load(folder / "README.md")

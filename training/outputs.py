@@ -9,6 +9,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 
+from ..conversion.certificate import read_certificate
+from ..conversion.errors import ConversionError
 from .recipe import Recipe
 
 
@@ -102,19 +104,29 @@ def public_name(path: str) -> str:
 
 
 def _origin(model: str | None) -> dict:
-    """What a card says of where a model comes from, of the model that was trained: the licence, and a model on the Hub."""
+    """
+    What a card says of where the model that was trained comes from: its licence, and a model on the Hub. The base model that a folder's card
+    names is not that model, but what it was made of.
+    """
     if model is None:
         return {}
     origin = {"base_model": model} if _is_hub_id(model) else {}
+    try:
+        certificate = read_certificate(Path(model))
+    except ConversionError:
+        certificate = None
+    if certificate is not None and certificate["source"]["id"] is not None:
+        origin["base_model"] = certificate["source"]["id"]
     card = Path(model) / "README.md"
     try:
         # Of a folder without a card nothing is asked of the Hub.
-        data = ModelCard.load(card if card.is_file() else model).data if origin or card.is_file() else None
+        asked = card if card.is_file() else model if _is_hub_id(model) else None
+        data = None if asked is None else ModelCard.load(asked).data
     except (OSError, ValueError, HfHubHTTPError) as error:
         logger.warning("the card of %s cannot be read, so the new one has no licence: %s", model, error)
         return origin
     found = {} if data is None else data.to_dict()
-    kept = ("license", "license_name", "license_link", "language") + (() if origin else ("base_model",))
+    kept = ("license", "license_name", "license_link", "language")
     return origin | {name: found[name] for name in kept if found.get(name) is not None}
 
 
