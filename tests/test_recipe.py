@@ -1,6 +1,7 @@
 """Training from a recipe: what is trained, on what, and what is left when it stops."""
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -39,6 +40,7 @@ from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM, con
 from gated_attention.training import RecipeError, gate_parameters, load_recipe, make_recipe, resolve_groups, train
 from gated_attention.training.packing import PackedCollator, pack
 from gated_attention.training.recipe import DataSource, ParameterGroup
+from gated_attention.training.trainer import PretrainTrainer
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -712,6 +714,43 @@ def test_checkpointing_by_its_older_name_counts_in_fine_tuning(content, monkeypa
     assert not seen
     run(content, objective="sft", max_steps=1, output_dir=content["output_dir"] + "2", gradient_checkpointing=True)
     assert seen
+
+
+@pytest.mark.parametrize("objective", ["pretrain", "sft"])
+def test_activation_offloading_wants_an_accelerator(content, objective):
+    with pytest.raises(RecipeError, match="`activation_offloading` must be false on a CPU"):
+        run(content, objective=objective, activation_offloading=True)
+
+
+def test_activation_offloading_goes_around_each_step(content, monkeypatch):
+    """With a stand-in for TRL's means, which needs an accelerator."""
+    entered = []
+
+    @contextlib.contextmanager
+    def offloading():
+        entered.append(1)
+        with torch.autograd.graph.save_on_cpu():
+            yield
+
+    class Reusable:
+        def __enter__(self):
+            self.inner = offloading()
+            return self.inner.__enter__()
+
+        def __exit__(self, *exception):
+            return self.inner.__exit__(*exception)
+
+    plain = run(content)
+    monkeypatch.setattr("trl.models.get_act_offloading_ctx_manager", lambda model: Reusable())
+    real = PretrainTrainer.__init__
+
+    def offloaded(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self.offload_activations()
+
+    monkeypatch.setattr(PretrainTrainer, "__init__", offloaded)
+    assert losses(run(content, output_dir=content["output_dir"] + "2")) == losses(plain)
+    assert len(entered) == 6
 
 
 class LigerStandIn:

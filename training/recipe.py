@@ -150,6 +150,7 @@ class Recipe:
         long_records: What happens to a record that is longer than `length`. `"split"`: over several rows (text alone). `"truncate"`, `"drop"` or
             `"error"`. By default text is split, and a longer record to fine-tune on is an error.
         parameter_groups: See [`ParameterGroup`].
+        activation_offloading: Whether what the backward pass needs waits in the CPU's memory (with TRL's own means; needs an accelerator).
         optimizer: `"adamw"`, or `"muon"` for the matrices of the layers and AdamW for the rest.
         lora: See [`Lora`].
         distillation: See [`Distillation`].
@@ -175,6 +176,7 @@ class Recipe:
     packing: bool = True
     long_records: Literal["split", "truncate", "drop", "error"] | None = None
     parameter_groups: list[ParameterGroup] = field(default_factory=list)
+    activation_offloading: bool = False
     optimizer: Literal["adamw", "muon"] = "adamw"
     lora: Lora = field(default_factory=Lora)
     distillation: Distillation | None = None

@@ -99,6 +99,8 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
     except (ValueError, RuntimeError) as error:
         raise RecipeError(f"Trainer does not take this recipe: {error}") from error
     refuse_silent_fallbacks(trainer)
+    if recipe.activation_offloading and recipe.objective != "sft":  # TRL's trainer does it itself
+        trainer.offload_activations()
     trainer.groups = _groups(recipe, trainer.model)
     trainer.with_muon = recipe.optimizer == "muon"
     table = groups_table(trainer.model, trainer.groups, arguments.learning_rate, arguments.weight_decay)
@@ -147,6 +149,7 @@ def _training_arguments(recipe: Recipe):
         options |= {"max_length": recipe.length, "packing": recipe.packing, "shuffle_dataset": recipe.shuffle}
         # TRL has both on where nothing is said; a recipe means the same whatever its objective.
         options |= {"bf16": False, "activation_checkpointing": False}
+        options["activation_offloading"] = recipe.activation_offloading
     else:
         options["remove_unused_columns"] = False
         if recipe.streaming and recipe.arguments.get("max_steps", -1) <= 0:
@@ -160,6 +163,8 @@ def _training_arguments(recipe: Recipe):
     for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"):
         if not isinstance(getattr(arguments, name), (int, float)):
             raise RecipeError(f"`{name}` must be a number, got {getattr(arguments, name)!r}")
+    if recipe.activation_offloading and arguments.device.type == "cpu":
+        raise RecipeError("`activation_offloading` must be false on a CPU: what it moves to the CPU's memory is there")
     has_windows = any(group.from_step or group.until_step is not None for group in recipe.parameter_groups)
     if arguments.fsdp and has_windows:
         logger.warning(

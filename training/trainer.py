@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -103,6 +104,20 @@ class GroupedTraining:
 
 class PretrainTrainer(GroupedTraining, Trainer):
     """Trainer, for text."""
+
+    def offload_activations(self) -> None:
+        """From now on what the backward pass needs waits in the CPU's memory, as in TRL's trainers."""
+        try:
+            from trl.models import get_act_offloading_ctx_manager
+        except ImportError as error:
+            raise RecipeError("`activation_offloading` needs TRL: pip install 'gated_attention[train]'") from error
+        self._offloading = get_act_offloading_ctx_manager(model=self.model)
+
+    _offloading = nullcontext()
+
+    def training_step(self, *arguments, **options):
+        with self._offloading:
+            return super().training_step(*arguments, **options)
 
 
 def sft_trainer_class() -> type:
