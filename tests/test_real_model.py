@@ -118,6 +118,7 @@ def test_sink_is_transferred(smollm2, tmp_path):
     assert found.f_attn < 0.02 and found.sink_rate < 0.01
 
 
+@pytest.mark.parametrize("converted", ["headwise"], indirect=True)
 def test_pushed_model_is_the_converted_one_at_a_strangers(converted, text, hub_here, tmp_path):
     """The whole path: converted, pushed, and fetched by its id where the package is not installed."""
     repo_id = "someone/SmolLM2-135M-gated"

@@ -14,10 +14,12 @@ from test_layouts import REFERENCE
 from test_layouts import stock as gated_stock
 from transformers import AutoModelForCausalLM
 
-from gated_attention import convert_checkpoint, hub_upload, verify_conversion
+from gated_attention import convert_checkpoint, verify_conversion
 from gated_attention.conversion import ConversionError
 from gated_attention.conversion.certificate import CERTIFICATE_FILE
 from gated_attention.conversion.journal import hash_file
+from gated_attention.hub.push import prepare_upload
+from gated_attention.hub.source import read_model_folder
 
 
 SOURCES = {
@@ -231,18 +233,23 @@ def test_the_command_says_what_it_checked(source, target):
 # ---- on the way to the Hub
 
 
+def prepared(folder: Path, tmp_path: Path, license: str | None = None):
+    (tmp_path / "upload").mkdir()
+    return prepare_upload(read_model_folder(folder), tmp_path / "upload", "someone/gated", license=license)
+
+
 def test_the_certificate_and_what_it_says_go_into_an_upload(tmp_path, source, target):
     convert_checkpoint(source, target)
     content = certificate(target)
     content["source"] |= {"id": "someone/base", "revision": "0123abcd"}
     (target / CERTIFICATE_FILE).write_text(json.dumps(content))
-    upload = hub_upload.prepare_upload(target, tmp_path / "upload", "someone/gated")
+    upload = prepared(target, tmp_path)
     assert CERTIFICATE_FILE in upload.files()
     card = (tmp_path / "upload" / "README.md").read_text()
     for words in (
         "base_model: someone/base",
         "license: apache-2.0",
-        "## Conversion",
+        "## How it was made",
         "someone/base at revision `0123abcd`",
         "at most 0 units in the last place",
         "gated-attention verify",
@@ -255,7 +262,7 @@ def test_the_card_says_what_the_equality_holds_under(tmp_path, target, init):
     source = tmp_path / "source"
     stock("phi3").save_pretrained(source)
     convert_checkpoint(source, target, init=init)
-    hub_upload.prepare_upload(target, tmp_path / "upload", "someone/gated")
+    prepared(target, tmp_path, license="mit")
     card = (tmp_path / "upload" / "README.md").read_text()
     assert "with projections put together that the conversion took apart" in card
     assert ("with its gates set aside, which change what it computes" in card) == (init == "zeros")
@@ -265,7 +272,7 @@ def test_a_certificate_of_files_that_no_longer_load_stays_behind(tmp_path, sourc
     convert_checkpoint(source, target)
     tensors = {name: t.clone() for name, t in AutoModelForCausalLM.from_pretrained(target).state_dict().items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})  # which loaders take first
-    upload = hub_upload.prepare_upload(target, tmp_path / "upload", "someone/gated")
+    upload = prepared(target, tmp_path)
     assert CERTIFICATE_FILE not in upload.files()
 
 
@@ -273,14 +280,15 @@ def test_a_certificate_that_no_longer_holds_stays_behind(tmp_path, source, targe
     convert_checkpoint(source, target)
     model = randomise(AutoModelForCausalLM.from_pretrained(target))
     model.save_pretrained(target)
-    upload = hub_upload.prepare_upload(target, tmp_path / "upload", "someone/gated")
+    upload = prepared(target, tmp_path)
     assert CERTIFICATE_FILE not in upload.files() and CERTIFICATE_FILE in upload.left_out
-    assert "## Conversion" not in (tmp_path / "upload" / "README.md").read_text()
+    card = (tmp_path / "upload" / "README.md").read_text()
+    assert "Weights were changed since" in card and "units in the last place" not in card
 
 
 def test_models_that_were_never_converted_have_none(tmp_path):
     tiny_gated().save_pretrained(tmp_path / "model")
-    upload = hub_upload.prepare_upload(tmp_path / "model", tmp_path / "upload", "someone/gated")
-    assert "## Conversion" not in (tmp_path / "upload" / "README.md").read_text()
+    upload = prepared(tmp_path / "model", tmp_path, license="mit")
+    assert "## How it was made" not in (tmp_path / "upload" / "README.md").read_text()
     assert CERTIFICATE_FILE not in upload.files()
     assert torch.is_tensor(load_file(tmp_path / "upload" / "model.safetensors")["model.norm.weight"])
