@@ -200,7 +200,13 @@ def prepare_upload(
     original = model if original is None else original
     base_model = _base_of(original, base_model)
     previous = read_card(original.folder / "README.md")
-    if base_model is None and previous is not None and (original.folder / RESULTS_FILE).is_file():
+    # An adapter's is the gated model that it was trained on, which its config names.
+    if (
+        base_model is None
+        and original.kind != "adapter"
+        and previous is not None
+        and (original.folder / RESULTS_FILE).is_file()
+    ):
         # The card of a training, which knows. One that was copied from a source names the source's base, not the source.
         named = previous.data.base_model
         base_model = named if isinstance(named, str) and is_hub_id(named) else None

@@ -122,6 +122,21 @@ def test_share_of_first_tokens_and_its_gradient_are_those_of_whole_maps(name, pa
     assert torch.equal(model(input_ids, use_cache=False, **inputs).logits, plain)  # and nothing is left behind
 
 
+def test_share_keeps_nothing_of_what_checkpointing_computes_again():
+    model = randomise(tiny_gated()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    input_ids = tiny_input_ids()
+    begins = torch.zeros_like(input_ids, dtype=torch.bool)
+    begins[:, 0] = True
+    share = FirstTokenShare(model)
+    with share.watching():
+        share.expect(begins, torch.ones_like(begins))
+        model(input_ids, use_cache=False)
+        share.take().backward()
+    assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().max() > 0
+    assert not share._means
+
+
 @pytest.mark.parametrize("threshold", [0.5, 1e6], ids=["above", "below"])
 def test_excess_of_the_largest_activations_is_that_of_the_formula(threshold):
     model = randomise(tiny_gated()).double().train()
@@ -266,9 +281,10 @@ def test_two_processes_distill_as_one(content, teacher, tmp_path):  # noqa: F811
         ({"distillation": {"teacher": "x", "sink_share": -1}}, "`distillation.sink_share` must be 0 or more"),
         ({"distillation": {"teacher": "x", "top_k": 0}}, "`distillation.top_k` must be 1 or more, got 0"),
         ({"distillation": {}}, "`distillation.teacher` must be given"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0"),
         ({"distillation": {"teacher": "./nowhere"}}, "there is no folder ./nowhere"),
     ],
-    ids=["none", "objective", "temperature", "weight", "top_k", "no_teacher", "not_there"],
+    ids=["none", "objective", "temperature", "weight", "top_k", "no_teacher", "smoothing", "not_there"],
 )
 def test_settings_that_make_no_sense_are_refused(content, changes, words):  # noqa: F811
     settings = {"objective": "distill", "distillation": {"teacher": content["model"]}} | changes

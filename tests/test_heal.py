@@ -61,6 +61,8 @@ def test_healed_model_has_no_sink_and_is_as_good(planted_source, target, tmp_pat
     card = (target / "README.md").read_text()
     assert card.count("## Attention sinks, activations and gates") == 2 and "license: apache-2.0" in card
     assert str(tmp_path) not in card
+    assert "# target\n" in card and "source after a sink transfer" in card and "- some text\n" in card
+    assert "transferred" not in card.partition("## Attention")[0] and "rows.jsonl" not in card
     assert (target / "training_curves.png").is_file() and not list(target.glob("checkpoint-*"))
     assert any("teacher_perplexity" in text for text in said)
 
@@ -98,14 +100,24 @@ def test_a_healing_that_was_stopped_goes_on(planted_source, target, monkeypatch,
     assert "begun anew" in caplog.text and len(transfers) == 3
 
 
+def test_another_text_of_the_same_length_begins_anew(planted_source, target, monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules["gated_attention.training.heal"], "train", _interrupt)
+    other = TEXT.replace("gate opens", "gate close")
+    assert len(other) == len(TEXT)
+    for text, words in ((TEXT, ""), (TEXT, ""), (other, "begun anew")):
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt):
+            heal(planted_source, target, text, options(), echo=lambda text: None)
+        assert ("begun anew" in caplog.text) == bool(words)
+
+
+def _interrupt(recipe, echo):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("share", [0, 0.4], ids=["text", "with_copies"])
 def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch, share):
-    module = sys.modules["gated_attention.training.heal"]
-
-    def look(recipe, echo):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "train", look)
+    monkeypatch.setattr(sys.modules["gated_attention.training.heal"], "train", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         heal(planted_source, target, TEXT, options(copy_share=share), echo=lambda text: None)
     work = target.parent / ".target.healing"
@@ -150,8 +162,9 @@ def test_command_and_recipe_train_in_the_same_way():
         ({"copy_share": 1}, "`copy_share` must be at least 0 and at most 0.5, got 1"),
         ({"length": 8}, "`length` must be 16 or more, got 8"),
         ({"transfer": {"test_tokens": 0}}, "a healing is tested"),
+        ({"length": 300, "tokens": 2000}, "`test_tokens` must be at least a row of `length` 300, got 256"),
     ],
-    ids=["tokens", "copies", "length", "no_test"],
+    ids=["tokens", "copies", "length", "no_test", "short_test"],
 )
 def test_options_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(ConversionError, match=words):

@@ -246,7 +246,12 @@ def test_adapter_of_a_stock_model_needs_no_code(hub_here, tmp_path):
     assert 'AutoModelForCausalLM.from_pretrained("someone/base")' in text and "trust_remote_code" not in text
 
 
-def test_adapter_of_a_local_folder_asks_for_the_base_model(adapter, hub_here):
+@pytest.mark.parametrize("trained", [False, True], ids=["plain", "with_a_card"])
+def test_adapter_of_a_local_folder_asks_for_the_base_model(adapter, hub_here, trained):
+    if trained:
+        # What a recipe leaves names what the base was converted from, which is not the base.
+        (adapter / "README.md").write_text("---\nlicense: mit\nbase_model: its/source\n---\n# Adapter\n")
+        (adapter / "training_results.json").write_text("{}")
     with pytest.raises(UploadError, match="--base-model"):
         push_folder(adapter, REPO)
     assert hub_here.requests == []

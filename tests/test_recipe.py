@@ -34,13 +34,14 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    TrainerCallback,
 )
 
 from gated_attention import GatedAttentionConfig, GatedAttentionForCausalLM, convert_checkpoint
 from gated_attention.training import RecipeError, gate_parameters, load_recipe, make_recipe, resolve_groups, train
 from gated_attention.training.packing import PackedCollator, pack
 from gated_attention.training.recipe import DataSource, ParameterGroup
-from gated_attention.training.trainer import PretrainTrainer
+from gated_attention.training.trainer import PretrainTrainer, refuse_silent_fallbacks
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -514,6 +515,40 @@ def test_a_finished_run_is_left_as_it_is(content):
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(first.output_dir).items())
 
 
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(content, monkeypatch):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    module = sys.modules["gated_attention.training.run"]
+    real = module._trainer
+
+    def stopped(*arguments):
+        trainer = real(*arguments)
+        trainer.add_callback(Stop())
+        return trainer
+
+    monkeypatch.setattr(module, "_trainer", stopped)
+    options = {"diagnostics": {"every": 2}, "resume_from_checkpoint": "auto"}
+    with pytest.raises(KeyboardInterrupt):
+        run(content, **options)
+    assert list(Path(content["output_dir"]).iterdir())  # the diagnostics' own
+    monkeypatch.setattr(module, "_trainer", real)
+    assert run(content, **options).steps == 6
+
+
+def test_several_gpus_in_one_process_are_refused():
+    trainer = types.SimpleNamespace(args=types.SimpleNamespace(n_gpu=2))
+    with pytest.raises(RecipeError, match="2 GPUs are visible to one process"):
+        refuse_silent_fallbacks(trainer)
+
+
+@pytest.mark.parametrize("option", ["bf16_full_eval", "fp16_full_eval"])
+def test_evaluation_that_would_round_the_model_is_refused(content, option):
+    with pytest.raises(RecipeError, match="Trainer would round the model itself"):
+        run(content, **{option: True})
+
+
 def test_a_finished_model_is_not_overwritten(content):
     first = run(content)
     before = tensors_of(first.output_dir)
@@ -946,6 +981,7 @@ def test_card_carries_on_what_the_source_says(content):
             library,
         )
         assert "r: 4" in card.text
+        assert (folder / "training_results.json").is_file()
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "streaming"])

@@ -37,8 +37,12 @@ class DistillationTrainer(PretrainTrainer):
             raise RecipeError(
                 f"`distillation.teacher` must have the vocabulary of the model, {own} tokens; it has {others}"
             )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise RecipeError(
+                "`objective: distill` cannot be used with FSDP or DeepSpeed: the teacher is held whole; use plain data parallelism"
+            )
         teacher.eval().requires_grad_(False)
-        self.teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True)
+        self.teacher = teacher.to(self.args.device)
         self.share = FirstTokenShare(self._plain_model()) if distillation.sink_share else None
         self.largest = (
             LargestActivations(self._plain_model(), distillation.activation_threshold)

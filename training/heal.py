@@ -1,5 +1,6 @@
 """A sink transfer and the short self-distillation after it, in one go, and a test of what came of it."""
 
+import hashlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..conversion.errors import ConversionError
 from ..conversion.places import check_places
@@ -19,6 +21,8 @@ from ..conversion.staging import exclusive, staged_folder
 from ..diagnostics.command import LoadOptions
 from ..diagnostics.report import aligned, card_section, settings_line, summary_rows
 from ..diagnostics.results import Inspection
+from .errors import RecipeError
+from .outputs import RESULTS_FILE, public_name
 from .recipe import make_recipe
 from .run import train
 
@@ -47,7 +51,7 @@ class HealingOptions:
         copy_share: Share of the rows that hold words of the text in random order, twice. A transfer fits gates on text, where there is little to copy,
             and closes the heads that copy.
         texts: Text files of other kinds to test on.
-        dtype: Format that the models are tested in. Training is in float32.
+        dtype: Format that the models are tested in. Training is in float32, and the result has the source's format.
     """
 
     transfer: TransferOptions = field(default_factory=lambda: TransferOptions(test_tokens=8192))
@@ -73,6 +77,14 @@ class HealingOptions:
             raise ConversionError(f"`copy_share` must be at least 0 and at most 0.5, got {self.copy_share}")
         if not self.transfer.test_tokens:
             raise ConversionError(f"`test_tokens` must be at least {self.transfer.length}: a healing is tested")
+        if self.transfer.test_tokens < self.length:
+            raise ConversionError(
+                f"`test_tokens` must be at least a row of `length` {self.length}, got {self.transfer.test_tokens}"
+            )
+        if torch.device(self.transfer.device).index:
+            raise ConversionError(
+                f"`device` must be without a number, got {self.transfer.device!r}: choose with CUDA_VISIBLE_DEVICES"
+            )
 
     @property
     def steps(self) -> int:
@@ -90,6 +102,7 @@ def healing_recipe(
         "objective": "distill",
         "distillation": {
             "teacher": source,
+            "teacher_dtype": "float32",
             "sink_share": options.sink_share,
             "activations": options.activations,
         },
@@ -149,7 +162,7 @@ def heal(
         [`ConversionError`], [`RecipeError`]: something cannot be read, transferred, trained or written.
     """
     options = options or HealingOptions()
-    source, target = Path(source), Path(os.path.abspath(target))
+    source, target = Path(source).resolve(), Path(os.path.abspath(target))
     load = LoadOptions(dtype=options.dtype, device=options.transfer.device)
     load.check()
     with exclusive(target):
@@ -157,24 +170,36 @@ def heal(
         windows, bos = windows_of_tests(source, text, text_name, options.transfer, options.texts)
         work = _work_folder(target, source, options, text)
         transferred, trained = work / "transferred", work / "trained"
-        if not transferred.is_dir():
-            try:
-                report = transfer_sinks(source, transferred, text, options.transfer, text_name=text_name)
-            except ConversionError:
-                shutil.rmtree(work)
-                raise
-            echo(report.describe())
-        rows, held_out = _write_rows(source, text, options, work)
+        try:
+            rows, held_out = _write_rows(source, text, options, work)
+            if not transferred.is_dir():
+                echo(transfer_sinks(source, transferred, text, options.transfer, text_name=text_name).describe())
+        except ConversionError:
+            shutil.rmtree(work)
+            raise
         recipe = healing_recipe(str(source), str(transferred), str(rows), str(held_out), str(trained), options)
-        train(make_recipe(recipe | {"resume_from_checkpoint": "auto"}), echo=echo)
+        try:
+            train(make_recipe(recipe | {"resume_from_checkpoint": "auto"}), echo=echo)
+        except RecipeError as error:
+            raise RecipeError(
+                f"{error} (the training is in {work}, and the same command goes on from there)"
+            ) from error
+        _round_as_the_source(trained, transferred)
 
         folders = {"source": source, "transferred": transferred, "healed": trained}
         found = inspect_folders(folders, windows, bos, load)
         for name, inspections in found.items():
             echo(f"\n{name}, {settings_line(inspections[0])}\n{aligned(summary_rows(inspections))}")
-        _describe(trained, transferred, options, found)
+        _describe(
+            trained,
+            transferred,
+            options,
+            found,
+            {"trained": target.name, "transferred": public_name(str(source)), rows.name: text_name},
+        )
         with staged_folder(target) as folder:
-            for path in sorted(trained.iterdir()):
+            # First what says that the training is finished: a move that is cut off can be made up for from the last checkpoint.
+            for path in sorted(trained.iterdir(), key=lambda path: path.name != RESULTS_FILE):
                 if not path.name.startswith("checkpoint-"):
                     path.rename(folder / path.name)
         shutil.rmtree(work)
@@ -185,7 +210,13 @@ def heal(
 def _work_folder(target: Path, source: Path, options: HealingOptions, text: str) -> Path:
     """A hidden folder beside the target; what another source, text or setting left there is cleared."""
     work = target.parent / f".{target.name}.healing"
-    settings = json.dumps({"source": str(source.resolve()), "characters": len(text), **asdict(options)}, default=str)
+    if work in source.parents:
+        raise ConversionError(f"the source {source} lies where {target} is made; move it")
+    weights = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.safetensors"))
+    ]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    settings = json.dumps({"source": str(source), "weights": weights, "text": digest, **asdict(options)}, default=str)
     kept = work / "settings.json"
     if work.is_dir() and not (kept.is_file() and kept.read_text(encoding="utf-8") == settings):
         logger.warning("%s is of other settings, and begun anew", work)
@@ -239,7 +270,20 @@ def _write_rows(source: Path, text: str, options: HealingOptions, work: Path) ->
     return rows, held_out
 
 
-def _describe(trained: Path, transferred: Path, options: HealingOptions, found: dict[str, list[Inspection]]) -> None:
+def _round_as_the_source(trained: Path, transferred: Path) -> None:
+    """Training was in float32; the result has the source's format, as the model after the transfer has."""
+    dtype = AutoConfig.from_pretrained(transferred).dtype
+    if dtype not in (None, torch.float32):
+        AutoModelForCausalLM.from_pretrained(trained, dtype=dtype).save_pretrained(trained)
+
+
+def _describe(
+    trained: Path,
+    transferred: Path,
+    options: HealingOptions,
+    found: dict[str, list[Inspection]],
+    names: dict[str, str],
+) -> None:
     """Lay the figures beside the model, and a table of them into its card."""
     content = {
         "options": json.loads(json.dumps(asdict(options), default=str)),
@@ -248,5 +292,12 @@ def _describe(trained: Path, transferred: Path, options: HealingOptions, found: 
     }
     (trained / HEALING_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     card = trained / "README.md"
-    sections = [f"{card_section(inspections)}" for inspections in found.values()]
-    card.write_text(card.read_text(encoding="utf-8").rstrip() + "\n\n" + "\n".join(sections), encoding="utf-8")
+    sections = [card_section(inspections) for inspections in found.values()]
+    # What the training wrote, with the names that a reader knows; without what an earlier try added.
+    text = card.read_text(encoding="utf-8").partition(sections[0].splitlines()[0])[0].rstrip()
+    text = text.replace("# trained\n", f"# {names['trained']}\n")
+    text = text.replace(
+        "Trained from transferred with", f"{names['transferred']} after a sink transfer, healed from itself with"
+    )
+    text = text.replace("- rows.jsonl, weight 1\n- to evaluate on: held_out.jsonl\n", f"- {names['rows.jsonl']}\n")
+    card.write_text(text + "\n\n" + "\n".join(sections), encoding="utf-8")

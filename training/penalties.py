@@ -33,16 +33,19 @@ class FirstTokenShare:
         self.begins: torch.Tensor | None = None
         self.counts: torch.Tensor | None = None
         self._means: dict[int, torch.Tensor] = {}
+        self._is_open = False
 
     def expect(self, begins: torch.Tensor, valid: torch.Tensor) -> None:
         """Make ready for a batch. First tokens see only themselves, so they do not count."""
         self.begins, self.counts = begins, valid & ~begins
         self._means.clear()
+        self._is_open = True
 
     def take(self) -> torch.Tensor:
         """The mean over layers, heads and queries of the forward pass since [`expect`], a scalar."""
         means = [mean for _, mean in sorted(self._means.items())]
         self._means.clear()
+        self._is_open = False
         return torch.stack([mean.to(means[0].device) for mean in means]).mean()
 
     @contextmanager
@@ -66,7 +69,11 @@ class FirstTokenShare:
         counts = self.counts.to(output.device)[..., None]
         share = output[..., width].float() if output.dtype != torch.float64 else output[..., width]
         # Not by indices, of which there would be another number each time.
-        self._means[index] = (share * counts).sum() / (counts.sum() * share.shape[-1]).clamp(min=1)
+        mean = (share * counts).sum() / (counts.sum() * share.shape[-1]).clamp(min=1)
+        # Activation checkpointing comes here again in the backward pass, and wants the same operations; kept, their results would hold
+        # what it is to free.
+        if self._is_open:
+            self._means[index] = mean
         return output[..., :width], weights
 
 

@@ -160,6 +160,12 @@ def _training_arguments(recipe: Recipe):
         arguments = arguments_class(recipe.objective)(**options | given)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"Trainer does not take these arguments: {error}") from error
+    if arguments.bf16_full_eval or arguments.fp16_full_eval:
+        raise RecipeError(
+            "`bf16_full_eval` and `fp16_full_eval` must be false: Trainer would round the model itself, and save it so"
+        )
+    if recipe.objective == "distill" and arguments.label_smoothing_factor:
+        raise RecipeError("`label_smoothing_factor` must be 0 with `objective: distill`, which learns no labels")
     for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"):
         if not isinstance(getattr(arguments, name), (int, float)):
             raise RecipeError(f"`{name}` must be a number, got {getattr(arguments, name)!r}")
@@ -200,11 +206,12 @@ def _resumed_from(arguments, output_dir: Path) -> Path | None:
 
 
 def _refuse_to_overwrite(output_dir: Path) -> None:
-    found = [path.name for path in sorted(output_dir.glob("*.safetensors"))] if output_dir.is_dir() else []
-    if (output_dir / RESULTS_FILE).is_file() or found:
+    # Not whatever lies there: a run that was stopped before its first checkpoint leaves files of its diagnostics.
+    patterns = ("model*.safetensors", "adapter_model*.safetensors", RESULTS_FILE)
+    found = [path.name for pattern in patterns for path in sorted(output_dir.glob(pattern))]
+    if found:
         raise RecipeError(
-            f"{output_dir} holds {', '.join([*found, RESULTS_FILE][:3])} of an earlier run, which would be overwritten: give another output_dir, or "
-            "remove it"
+            f"{output_dir} holds {', '.join(found[:3])} of an earlier run, which would be overwritten: give another output_dir, or remove it"
         )
 
 
@@ -462,6 +469,7 @@ def _write(recipe: Recipe, result: TrainingResult, trainer: Trainer) -> None:
     settings |= {name: value for name, value in recipe.arguments.items() if name not in _NOT_IN_THE_CARD}
     settings["seed"] = trainer.args.seed
     for folder in filter(None, (result.output_dir, result.merged)):
-        if folder == result.merged and drawn:
-            shutil.copyfile(result.output_dir / CURVES_FILE, folder / CURVES_FILE)
+        if folder == result.merged:
+            for name in (RESULTS_FILE, *([CURVES_FILE] if drawn else [])):
+                shutil.copyfile(result.output_dir / name, folder / name)
         write_card(folder, recipe, content, settings)

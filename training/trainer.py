@@ -189,6 +189,11 @@ def refuse_silent_fallbacks(trainer: Trainer) -> None:
     Raises:
         `RecipeError`: it would.
     """
+    if trainer.args.n_gpu > 1:
+        raise RecipeError(
+            f"{trainer.args.n_gpu} GPUs are visible to one process, over which Trainer would spread each batch by threads: start with `accelerate launch`, "
+            "or show it one (CUDA_VISIBLE_DEVICES)"
+        )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = trainer.accelerator
     by_accelerate = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
