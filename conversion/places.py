@@ -17,6 +17,9 @@ CERTIFICATE_FILE = "gated_attention_conversion.json"
 # Name of the report that an export leaves in its result.
 EXPORT_REPORT_FILE = "gated_attention_export.json"
 
+# Name of the figures that a training leaves beside its model; its card tells where the model comes from.
+TRAINING_RESULTS_FILE = "training_results.json"
+
 # Weights that are not read: in other formats than safetensors.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 

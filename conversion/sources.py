@@ -19,6 +19,12 @@ _HUB_ID = re.compile(r"^(?P<repo_id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]
 _NOT_FETCHED = (*OTHER_WEIGHTS, "consolidated*", "*.onnx*", "onnx/*", "original/*")
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name is a repository's, `org/name`, and not that of a file or folder here."""
+    match = _HUB_ID.match(name)
+    return match is not None and match["revision"] is None and not Path(name).exists()
+
+
 @dataclass(frozen=True)
 class Source:
     """

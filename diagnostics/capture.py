@@ -269,13 +269,13 @@ def _sees_the_future(read, batch: Batch) -> bool:
     return bool(seen[0, 0, 0, query + 1 :].any())
 
 
-def _first_tensor(output):
+def first_tensor(output):
     return output[0] if isinstance(output, tuple) else output
 
 
 def _hidden_states_hook(observer: Observer, index: int):
     def hook(module, inputs, output):
-        hidden_states = _first_tensor(output)
+        hidden_states = first_tensor(output)
         # One NaN or infinity makes the sum one; in float32 a sum of finite states does not overflow.
         if not torch.isfinite(hidden_states.sum(dtype=torch.float32)):
             way_out = (
@@ -293,7 +293,7 @@ def _hidden_states_hook(observer: Observer, index: int):
 
 def _attention_output_hook(observer: Observer, index: int):
     def hook(module, inputs, output):
-        observer.attention_output(index, _first_tensor(output))
+        observer.attention_output(index, first_tensor(output))
 
     return hook
 

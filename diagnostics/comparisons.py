@@ -3,9 +3,9 @@
 import gc
 import json
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
+from .._version import package_versions
 from .command import LoadOptions, short_names
 from .plots import check_plots
 
@@ -23,12 +23,8 @@ def model_settings(model, **settings) -> dict:
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         **settings,
-        "versions": {package: metadata.version(package) for package in ("gated-attention", "torch", "transformers")},
+        "versions": package_versions(),
     }
-
-
-def begins(bos: bool) -> str:
-    return "BOS first" if bos else "no BOS"
 
 
 def prepare_folder(out: Path | None, plots: bool = True) -> None:

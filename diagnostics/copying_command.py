@@ -6,10 +6,10 @@ from pathlib import Path
 
 from .command import LoadOptions
 from .comparison_plots import draw_copying
-from .comparisons import begins, loaded_models, model_settings, prepare_folder, write_results
+from .comparisons import loaded_models, model_settings, prepare_folder, write_results
 from .copying import CopyingResult, copying_accuracy
 from .inspection import begins_with_bos
-from .report import aligned
+from .report import aligned, begins
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
+from .._version import package_versions
 from .accumulate import Accumulator, weight_ranks
 from .capture import Batch, attention_modules, decoder_layers, evaluating, watching
 from .errors import InspectionError
@@ -103,7 +103,7 @@ def inspect_model(
             tokens=tokens,
             bos=bos,
             text=text,
-            versions={package: metadata.version(package) for package in ("gated-attention", "torch", "transformers")},
+            versions=package_versions(),
         ),
         perplexity=losses.perplexity,
         loss_by_position=losses.by_position,

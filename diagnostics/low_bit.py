@@ -10,7 +10,6 @@ The integers are multiplied in float32 and scaled afterwards, as an int8 kernel 
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -103,16 +102,15 @@ def low_bit_perplexity(
 @torch.no_grad()
 def perplexity_of(model: nn.Module, windows: Iterable[torch.Tensor]) -> float:
     """Perplexity over windows of token ids, of shape `(1, length)` each."""
-    total, count = 0.0, 0
+    total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(model):
         for window in windows:
             input_ids = window.to(model.device)
             losses = token_losses(model(input_ids, use_cache=False).logits[0], Batch.of(input_ids), row=0)
-            total += losses.double().sum().item()
+            total += losses.double().sum().cpu()
             count += len(losses)
-    loss = total / count
-    # What eight bits can do to a model may be more than a float holds.
-    return math.exp(loss) if loss < 700 else math.inf
+    # Infinity, where eight bits have done more to a model than a float holds.
+    return (total / count).exp().item()
 
 
 def linear_layers(model: nn.Module, lm_head: bool = False) -> dict[str, nn.Linear]:

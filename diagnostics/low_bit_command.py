@@ -10,12 +10,12 @@ from tqdm import tqdm
 
 from .command import LoadOptions, TextOptions
 from .comparison_plots import draw_input_ranges, draw_low_bit
-from .comparisons import begins, loaded_models, model_settings, prepare_folder, write_results
+from .comparisons import loaded_models, model_settings, prepare_folder, write_results
 from .errors import InspectionError
 from .inspection import windows_of
 from .low_bit import SCHEMES, LowBitResult, check_torchao, linear_layers, low_bit_perplexity, torchao_perplexity
 from .low_bit_layers import LayerCosts, layer_costs
-from .report import aligned
+from .report import aligned, begins
 
 
 # Parts and linear layers that are listed for each model; the JSON file has them all.

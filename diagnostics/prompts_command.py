@@ -7,7 +7,7 @@ from statistics import mean, stdev
 from .command import LoadOptions
 from .comparisons import loaded_models, model_settings, prepare_folder, write_results
 from .prompts import PROMPTS, Answer, answer_prompts, read_prompts
-from .report import aligned
+from .report import aligned, markdown_table, markdown_text
 
 
 def run_prompts(
@@ -108,27 +108,19 @@ def _repeated_more(first: list[Answer], answers: list[Answer] | None) -> str:
 
 def prompts_page(results: dict[str, list[Answer]], settings: dict[str, dict]) -> str:
     """The answers side by side, in Markdown."""
-    header, *rows = prompts_rows(results)
     number = len(next(iter(results.values())))
-    lines = ["# Answers side by side", "", "| " + " | ".join(map(_cell, header)) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    lines = ["# Answers side by side", "", *markdown_table(prompts_rows(results))]
     lines += ["", *(f"{_settings_line(name, settings[name], number)}.  " for name in results), ""]
     for place, answers in enumerate(zip(*results.values(), strict=True)):
-        lines += [f"## {place + 1}. {_cell(answers[0].prompt)}", ""]
-        lines += ["| " + " | ".join(map(_cell, results)) + " |", "|" + "---|" * len(results)]
-        lines += ["| " + " | ".join(_cell(answer.text) for answer in answers) + " |"]
+        lines += [f"## {place + 1}. {markdown_text(answers[0].prompt)}", ""]
         notes = [
             f"{len(a.token_ids)} tokens{'' if a.ended else ', cut off'}, {a.repetition:.0%} repeated"
             + ("" if a.agreement is None else ", the same" if a.same else f", the same for {a.agreement}")
             for a in answers
         ]
-        lines += ["| " + " | ".join(f"*{note}*" for note in notes) + " |", ""]
+        texts = [answer.text for answer in answers]
+        lines += [*markdown_table([[*results], texts, [f"*{note}*" for note in notes]]), ""]
     return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    """Text that neither ends a cell of a Markdown table nor opens a tag."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
 
 
 def _settings_line(name: str, settings: dict, prompts: int) -> str:

@@ -53,9 +53,14 @@ def layer_rows(inspection: Inspection) -> list[list[str]]:
     return rows
 
 
+def begins(bos: bool) -> str:
+    """How windows begin."""
+    return "BOS first" if bos else "no BOS"
+
+
 def settings_line(inspection: Inspection) -> str:
     settings = inspection.settings
-    bos = {True: ", BOS first", False: ", no BOS", None: ""}[settings.bos]
+    bos = "" if settings.bos is None else f", {begins(settings.bos)}"
     text = f" of {settings.text}" if settings.text else ""
     return (
         f"{settings.model}: {settings.tokens:,} tokens{text} in {settings.windows} windows of {settings.length:,}{bos}; "
@@ -84,16 +89,23 @@ def skipped_note(inspection: Inspection) -> str | None:
 
 def card_section(inspections: list[Inspection]) -> str:
     """A section of a model card: the figures, and what they depend on, in Markdown."""
-    header, *rows = summary_rows(inspections)
-    lines = ["## Attention sinks, activations and gates", ""]
-    lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    # Tokens such as <|begin_of_text|> would end a cell or open a tag.
-    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) + " |" for row in rows]
+    lines = ["## Attention sinks, activations and gates", "", *markdown_table(summary_rows(inspections))]
     lines += ["", *(f"{settings_line(inspection)}." for inspection in inspections), ""]
     lines += [f"{note}." for inspection in inspections if (note := skipped_note(inspection))]
     versions = ", ".join(f"{name} {version}" for name, version in inspections[0].settings.versions.items())
     lines.append(f"Measured with `gated-attention inspect` ({versions}).")
     return "\n".join(lines) + "\n"
+
+
+def markdown_table(rows: list[list[str]]) -> list[str]:
+    """Rows, the first of them the header, as the lines of a table in Markdown."""
+    header, *others = [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
+    return [header, "|" + "---|" * len(rows[0]), *others]
+
+
+def markdown_text(text: str) -> str:
+    """Text that neither ends a cell of a table nor opens a tag, as tokens such as <|begin_of_text|> would."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
 
 
 def _mean(values: list[float]) -> float:

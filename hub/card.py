@@ -7,11 +7,12 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..conversion.gated_config import gates_are_identity
 from ..conversion.places import CERTIFICATE_FILE, EXPORT_REPORT_FILE
+from ..conversion.sources import is_hub_id
 from ..diagnostics.report import card_section
 from ..diagnostics.results import Inspection
 from .errors import UploadError
 from .folder import UploadFolder
-from .source import ModelFolder, is_hub_id
+from .source import ModelFolder
 
 
 # Between what is written here and the card that the folder had, which a later upload finds again by it.

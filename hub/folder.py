@@ -12,9 +12,10 @@ from huggingface_hub import get_token
 
 from ..conversion.checkpoint import INDEX_FILE, SINGLE_FILE
 from ..conversion.places import CERTIFICATE_FILE, EXPORT_REPORT_FILE, tokenizer_code
+from ..conversion.sources import is_hub_id
 from ..modeling_gated.bundle import AUTO_MAP, write_code_bundle
 from .errors import UploadError
-from .source import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, ModelFolder, adapter_config_for, is_hub_id
+from .source import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, ModelFolder, adapter_config_for
 
 
 # What goes along from the top of the folder. A list of what is allowed: what becomes public should not depend on what somebody's

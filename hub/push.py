@@ -10,7 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..conversion import ConversionError, export_checkpoint
-from ..training.outputs import RESULTS_FILE
+from ..conversion.places import TRAINING_RESULTS_FILE
+from ..conversion.sources import is_hub_id
 from .base_model import check_base_on_hub
 from .card import CardSources, add_inspections, write_card
 from .check import Check, check_in_clean_process
@@ -19,7 +20,7 @@ from .folder import UploadFolder, images_shown, lay_out, refuse_secrets
 from .licences import card_on_hub, carried_licence, licence_fields, read_card
 from .plan import PushPlan, is_same, plan_push, repository_files
 from .retries import is_transient, retried, status_of, upload_error
-from .source import ModelFolder, is_hub_id, read_model_folder
+from .source import ModelFolder, read_model_folder
 
 
 COMMIT_MESSAGE = "Upload gated attention model"
@@ -205,7 +206,7 @@ def prepare_upload(
         base_model is None
         and original.kind != "adapter"
         and previous is not None
-        and (original.folder / RESULTS_FILE).is_file()
+        and (original.folder / TRAINING_RESULTS_FILE).is_file()
     ):
         # The card of a training, which knows. One that was copied from a source names the source's base, not the source.
         named = previous.data.base_model

@@ -1,7 +1,6 @@
 """What is uploaded: a gated model, a stock model of transformers, or a PEFT adapter of one of them."""
 
 import json
-import os
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -143,11 +142,6 @@ def _read_adapter(folder: Path) -> ModelFolder:
     return replace(
         base, folder=folder, kind="adapter", base_folder=base.folder, base_name=name, base_revision=revision
     )
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name is a repository's, and not a local path."""
-    return name.count("/") == 1 and "\\" not in name and not Path(name).is_absolute() and not os.path.exists(name)
 
 
 def adapter_config_for(model: ModelFolder, base_model: str) -> str:

@@ -9,6 +9,7 @@ from test_recipe import content, gated, losses, run, tensors_of  # noqa: F401
 from test_recipe_in_two_processes import run_twice
 from transformers import AutoModelForCausalLM
 
+from gated_attention.diagnostics.capture import Batch
 from gated_attention.training import RecipeError
 from gated_attention.training import divergence as divergence_module
 from gated_attention.training.divergence import divergence
@@ -109,7 +110,7 @@ def test_share_of_first_tokens_and_its_gradient_are_those_of_whole_maps(name, pa
     plain = model(input_ids, use_cache=False, **inputs).logits
     share = FirstTokenShare(model)
     with share.watching():
-        share.expect(begins, torch.ones_like(begins))
+        share.expect(Batch.of(input_ids, position_ids=positions))
         logits = model(input_ids, use_cache=False, **inputs).logits
         found = share.take()
         gradients.append(torch.autograd.grad(found, model.model.layers[0].self_attn.k_proj.weight)[0])
@@ -126,11 +127,9 @@ def test_share_keeps_nothing_of_what_checkpointing_computes_again():
     model = randomise(tiny_gated()).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     input_ids = tiny_input_ids()
-    begins = torch.zeros_like(input_ids, dtype=torch.bool)
-    begins[:, 0] = True
     share = FirstTokenShare(model)
     with share.watching():
-        share.expect(begins, torch.ones_like(begins))
+        share.expect(Batch.of(input_ids))
         model(input_ids, use_cache=False)
         share.take().backward()
     assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().max() > 0

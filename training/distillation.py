@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
+from ..diagnostics.capture import Batch
 from .divergence import divergence
 from .errors import RecipeError
 from .packing import IGNORED
@@ -69,7 +70,10 @@ class DistillationTrainer(PretrainTrainer):
         inputs["use_cache"] = False
         with torch.no_grad():
             teacher_logits = self.teacher(**inputs).logits
-        self._expect(inputs)
+        if self.share is not None:
+            self.share.expect(Batch.of(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids")))
+        if self.largest is not None:
+            self.largest.expect()
         outputs = model(**inputs)
         # Position t predicts token t + 1.
         targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
@@ -102,19 +106,6 @@ class DistillationTrainer(PretrainTrainer):
                 loss = loss + weight * parts[name].to(loss.device)
         self._note(parts, share_of_step)
         return (loss, outputs) if return_outputs else loss
-
-    def _expect(self, inputs: dict) -> None:
-        if self.largest is not None:
-            self.largest.expect()
-        if self.share is None:
-            return
-        input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        valid = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-        if inputs.get("position_ids") is not None:
-            begins = inputs["position_ids"] == 0
-        else:
-            begins = valid & (valid.cumsum(-1) == 1)
-        self.share.expect(begins, valid)
 
     def _note(self, parts: dict[str, torch.Tensor], share_of_step: float) -> None:
         for name, value in parts.items():

@@ -33,8 +33,9 @@ def divergence(
     return _Divergence.apply(logits, teacher_logits, counts, temperature)
 
 
-def _exact(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32, or in float64 as it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class _Divergence(torch.autograd.Function):
@@ -46,13 +47,13 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, teacher_logits, counts, temperature):
         rows = max(1, _BLOCK // logits.shape[-1])
-        total = torch.zeros((), dtype=_exact(logits[:0]).dtype, device=logits.device)
+        total = torch.zeros((), dtype=at_least_float32(logits[:0]).dtype, device=logits.device)
         grad = torch.empty_like(logits)
         for start in range(0, len(logits), rows):
             block = slice(start, start + rows)
             counted = counts[block, None]
-            log_p = torch.log_softmax(_exact(teacher_logits[block]) / temperature, dim=-1)
-            log_q = torch.log_softmax(_exact(logits[block]) / temperature, dim=-1)
+            log_p = torch.log_softmax(at_least_float32(teacher_logits[block]) / temperature, dim=-1)
+            log_q = torch.log_softmax(at_least_float32(logits[block]) / temperature, dim=-1)
             p = log_p.exp()
             total += ((log_p - log_q) * p).sum(-1, keepdim=True).mul_(counted).sum()
             grad[block] = log_q.exp_().sub_(p).mul_(counted * temperature)
@@ -67,9 +68,11 @@ class _Divergence(torch.autograd.Function):
 
 def _of_most_likely(logits, teacher_logits, counts, temperature, top_k):
     found, ids = teacher_logits.topk(top_k, dim=-1)
-    log_p = _exact(found) / temperature - torch.logsumexp(_exact(teacher_logits) / temperature, -1, keepdim=True)
-    log_q = _exact(logits.gather(-1, ids)) / temperature - torch.logsumexp(
-        _exact(logits) / temperature, -1, keepdim=True
+    log_p = at_least_float32(found) / temperature - torch.logsumexp(
+        at_least_float32(teacher_logits) / temperature, -1, keepdim=True
+    )
+    log_q = at_least_float32(logits.gather(-1, ids)) / temperature - torch.logsumexp(
+        at_least_float32(logits) / temperature, -1, keepdim=True
     )
     p, q = log_p.exp(), log_q.exp()
     tiny = torch.finfo(p.dtype).tiny

@@ -15,14 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..conversion.errors import ConversionError
 from ..conversion.places import check_places
+from ..conversion.sink_transfer.calibration import windows_before_test
 from ..conversion.sink_transfer.command import inspect_folders, windows_of_tests
-from ..conversion.sink_transfer.transfer import TransferOptions, load_tokenizer, transfer_sinks
+from ..conversion.sink_transfer.transfer import REPORT_FILE, TransferOptions, load_tokenizer, transfer_sinks
 from ..conversion.staging import exclusive, staged_folder
 from ..diagnostics.command import LoadOptions
 from ..diagnostics.report import aligned, card_section, settings_line, summary_rows
 from ..diagnostics.results import Inspection
 from .errors import RecipeError
-from .outputs import RESULTS_FILE, public_name
+from .outputs import RESULTS_FILE, write_card, write_results
 from .recipe import make_recipe
 from .run import train
 
@@ -177,9 +178,10 @@ def heal(
         except ConversionError:
             shutil.rmtree(work)
             raise
-        recipe = healing_recipe(str(source), str(transferred), str(rows), str(held_out), str(trained), options)
+        settings = healing_recipe(str(source), str(transferred), str(rows), str(held_out), str(trained), options)
+        recipe = make_recipe(settings | {"resume_from_checkpoint": "auto"})
         try:
-            train(make_recipe(recipe | {"resume_from_checkpoint": "auto"}), echo=echo)
+            train(recipe, echo=echo)
         except RecipeError as error:
             raise RecipeError(
                 f"{error} (the training is in {work}, and the same command goes on from there)"
@@ -190,13 +192,17 @@ def heal(
         found = inspect_folders(folders, windows, bos, load)
         for name, inspections in found.items():
             echo(f"\n{name}, {settings_line(inspections[0])}\n{aligned(summary_rows(inspections))}")
-        _describe(
+        _write_report(trained / HEALING_FILE, transferred, options, found)
+        write_card(
             trained,
-            transferred,
-            options,
-            found,
-            {"trained": target.name, "transferred": public_name(str(source)), rows.name: text_name},
+            recipe,
+            json.loads((trained / RESULTS_FILE).read_text(encoding="utf-8")),
+            title=target.name,
+            trained_from=f"{source.name} after a sink transfer",
+            data=[text_name],
         )
+        with (trained / "README.md").open("a", encoding="utf-8") as card:
+            card.writelines(f"\n{card_section(inspections)}" for inspections in found.values())
         with staged_folder(target) as folder:
             # First what says that the training is finished: a move that is cut off can be made up for from the last checkpoint.
             for path in sorted(trained.iterdir(), key=lambda path: path.name != RESULTS_FILE):
@@ -235,9 +241,8 @@ def _write_rows(source: Path, text: str, options: HealingOptions, work: Path) ->
     if not tokenizer.is_fast:
         raise ConversionError(f"{source}: healing needs a fast tokenizer, which says where in the text a token lies")
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    # What the calibration counts as the test: whole windows, from the end of the whole windows.
     length = options.transfer.length
-    test = len(offsets) // length * length - options.transfer.test_tokens // length * length
+    test = length * windows_before_test(len(offsets), length, options.transfer.test_tokens)
     inside = options.length - 2  # BOS before and the end of text after
     starts = range(0, test - inside + 1, inside)
     generator = torch.Generator().manual_seed(options.transfer.seed)
@@ -261,10 +266,11 @@ def _write_rows(source: Path, text: str, options: HealingOptions, work: Path) ->
     rows, held_out = work / "rows.jsonl", work / "held_out.jsonl"
     with rows.open("w", encoding="utf-8") as file:
         for start in starts:
-            file.write(record(piece(start), draw(options.transfer.bos_share)))
+            content = piece(start)
+            file.write(record(content, draw(options.transfer.bos_share)))
             # One of these beside so many of those.
-            if piece(start).split() and draw(options.copy_share / (1 - options.copy_share)):
-                file.write(record(copied(piece(start)), draw(options.transfer.bos_share)))
+            if content.split() and draw(options.copy_share / (1 - options.copy_share)):
+                file.write(record(copied(content), draw(options.transfer.bos_share)))
     watched = range(test, min(len(offsets) - inside, test + _WATCHED_ROWS * inside) + 1, inside)
     held_out.write_text("".join(record(piece(start), True) for start in watched), encoding="utf-8")
     return rows, held_out
@@ -277,27 +283,10 @@ def _round_as_the_source(trained: Path, transferred: Path) -> None:
         AutoModelForCausalLM.from_pretrained(trained, dtype=dtype).save_pretrained(trained)
 
 
-def _describe(
-    trained: Path,
-    transferred: Path,
-    options: HealingOptions,
-    found: dict[str, list[Inspection]],
-    names: dict[str, str],
-) -> None:
-    """Lay the figures beside the model, and a table of them into its card."""
+def _write_report(path: Path, transferred: Path, options: HealingOptions, found: dict[str, list[Inspection]]) -> None:
     content = {
         "options": json.loads(json.dumps(asdict(options), default=str)),
-        "transfer": json.loads((transferred / "sink_transfer.json").read_text(encoding="utf-8")),
+        "transfer": json.loads((transferred / REPORT_FILE).read_text(encoding="utf-8")),
         "tests": {name: [inspection.summary() for inspection in inspections] for name, inspections in found.items()},
     }
-    (trained / HEALING_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    card = trained / "README.md"
-    sections = [card_section(inspections) for inspections in found.values()]
-    # What the training wrote, with the names that a reader knows; without what an earlier try added.
-    text = card.read_text(encoding="utf-8").partition(sections[0].splitlines()[0])[0].rstrip()
-    text = text.replace("# trained\n", f"# {names['trained']}\n")
-    text = text.replace(
-        "Trained from transferred with", f"{names['transferred']} after a sink transfer, healed from itself with"
-    )
-    text = text.replace("- rows.jsonl, weight 1\n- to evaluate on: held_out.jsonl\n", f"- {names['rows.jsonl']}\n")
-    card.write_text(text + "\n\n" + "\n".join(sections), encoding="utf-8")
+    write_results(path, content)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
@@ -11,12 +12,14 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ..conversion.certificate import read_certificate
 from ..conversion.errors import ConversionError
+from ..conversion.places import TRAINING_RESULTS_FILE
+from ..conversion.sources import is_hub_id
 from .recipe import Recipe
 
 
 logger = logging.getLogger(__name__)
 
-RESULTS_FILE = "training_results.json"
+RESULTS_FILE = TRAINING_RESULTS_FILE
 CURVES_FILE = "training_curves.png"
 
 _CURVES = [
@@ -94,13 +97,9 @@ def write_results(path: Path, content: dict) -> None:
 _TRAINED = {"all": "all parameters", "gates": "the gates alone", "lora": "adapters"}
 
 
-def _is_hub_id(path: str) -> bool:
-    return path.count("/") == 1 and not Path(path).exists()
-
-
 def public_name(path: str) -> str:
     """A Hub id as it is; of a local path the last name, which says nothing of where it lay."""
-    return path if _is_hub_id(path) else Path(path).name
+    return path if is_hub_id(path) else Path(path).name
 
 
 def _origin(model: str | None) -> dict:
@@ -110,7 +109,7 @@ def _origin(model: str | None) -> dict:
     """
     if model is None:
         return {}
-    origin = {"base_model": model} if _is_hub_id(model) else {}
+    origin = {"base_model": model} if is_hub_id(model) else {}
     try:
         certificate = read_certificate(Path(model))
     except ConversionError:
@@ -120,7 +119,7 @@ def _origin(model: str | None) -> dict:
     card = Path(model) / "README.md"
     try:
         # Of a folder without a card nothing is asked of the Hub.
-        asked = card if card.is_file() else model if _is_hub_id(model) else None
+        asked = card if card.is_file() else model if is_hub_id(model) else None
         data = None if asked is None else ModelCard.load(asked).data
     except (OSError, ValueError, HfHubHTTPError) as error:
         logger.warning("the card of %s cannot be read, so the new one has no licence: %s", model, error)
@@ -130,28 +129,70 @@ def _origin(model: str | None) -> dict:
     return origin | {name: found[name] for name in kept if found.get(name) is not None}
 
 
-def write_card(folder: Path, recipe: Recipe, content: dict, settings: dict) -> None:
-    """A model card with the data, the settings and the figures."""
+# Where things lie, and who may write there.
+_NOT_IN_THE_CARD = (
+    "resume_from_checkpoint",
+    "hub_token",
+    "logging_dir",
+    "deepspeed",
+    "fsdp_config",
+    "accelerator_config",
+)
+
+
+def _settings(recipe: Recipe) -> dict:
+    """What a card says of a recipe."""
+    shown = ("objective", "train", "length", "packing", "long_records", "streaming", "shuffle", "optimizer", "dtype")
+    settings = {name: getattr(recipe, name) for name in shown if getattr(recipe, name) is not None}
+    if recipe.train == "lora":
+        settings["lora"] = asdict(recipe.lora)
+    if recipe.distillation is not None:
+        settings["distillation"] = asdict(recipe.distillation) | {"teacher": public_name(recipe.distillation.teacher)}
+    settings |= {name: value for name, value in recipe.arguments.items() if name not in _NOT_IN_THE_CARD}
+    return {**settings, "seed": recipe.seed}
+
+
+def write_card(
+    folder: Path,
+    recipe: Recipe,
+    content: dict,
+    *,
+    title: str | None = None,
+    trained_from: str | None = None,
+    data: list[str] | None = None,
+) -> None:
+    """
+    A model card with the data, the settings and the figures.
+
+    Args:
+        folder (`Path`): The model's; it gets `README.md`.
+        recipe ([`Recipe`]): What was done.
+        content (`dict`): What `RESULTS_FILE` holds.
+        title, trained_from, data: What to call the model, what it was made of, and the texts, where the recipe's paths say nothing to a reader.
+    """
+    if data is None:
+        data = [f"{public_name(source.path)}, weight {source.weight:g}" for source in recipe.data]
+        data += [f"to evaluate on: {public_name(source.path)}" for source in recipe.evaluation_data]
+    if trained_from is None:
+        trained_from = public_name(recipe.model) if recipe.model else "random weights"
     adapters = recipe.train == "lora" and (folder / "adapter_config.json").is_file()
-    data = ModelCardData(
+    metadata = ModelCardData(
         library_name="peft" if adapters else "transformers",
         pipeline_tag="text-generation",
         tags=["gated-attention"],
         **_origin(recipe.model),
     )
-    sources = [f"- {public_name(source.path)}, weight {source.weight:g}" for source in recipe.data]
-    sources += [f"- to evaluate on: {public_name(source.path)}" for source in recipe.evaluation_data]
     final = content["final"]
     figures = [f"| {name} | {value:.4g} |" for name, value in final.items() if isinstance(value, (int, float))]
     lines = [
-        f"# {folder.resolve().name}",
+        f"# {title or folder.resolve().name}",
         "",
-        f"Trained from {public_name(recipe.model) if recipe.model else 'random weights'} with gated_attention: {recipe.objective}, "
+        f"Trained from {trained_from} with gated_attention: {recipe.objective}, "
         f"{_TRAINED[recipe.train]}, {content['steps']} steps.",
         "",
         "## Data",
         "",
-        *sources,
+        *(f"- {one}" for one in data),
         "",
         "## Figures",
         "",
@@ -167,8 +208,8 @@ def write_card(folder: Path, recipe: Recipe, content: dict, settings: dict) -> N
         "```",
         "",
         "```yaml",
-        yaml.safe_dump(settings, sort_keys=True).strip(),
+        yaml.safe_dump(_settings(recipe), sort_keys=True).strip(),
         "```",
         "",
     ]
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)).save(folder / "README.md")
+    ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n".join(lines)).save(folder / "README.md")

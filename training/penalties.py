@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..diagnostics.capture import decoder_layers, layer_index_of, replaced_attention
+from ..diagnostics.capture import Batch, decoder_layers, first_tensor, layer_index_of, replaced_attention
+from .divergence import at_least_float32
 
 
 class FirstTokenShare:
@@ -35,9 +36,10 @@ class FirstTokenShare:
         self._means: dict[int, torch.Tensor] = {}
         self._is_open = False
 
-    def expect(self, begins: torch.Tensor, valid: torch.Tensor) -> None:
-        """Make ready for a batch. First tokens see only themselves, so they do not count."""
-        self.begins, self.counts = begins, valid & ~begins
+    def expect(self, batch: Batch) -> None:
+        """Make ready for a batch."""
+        index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        self.begins, self.counts = batch.valid & (batch.first_token == index), batch.counts
         self._means.clear()
         self._is_open = True
 
@@ -67,7 +69,7 @@ class FirstTokenShare:
             module, query, key, torch.cat((value, marks), dim=-1), attention_mask, **kwargs
         )  # (batch, length, heads, head_dim and channels)
         counts = self.counts.to(output.device)[..., None]
-        share = output[..., width].float() if output.dtype != torch.float64 else output[..., width]
+        share = at_least_float32(output[..., width])
         # Not by indices, of which there would be another number each time.
         mean = (share * counts).sum() / (counts.sum() * share.shape[-1]).clamp(min=1)
         # Activation checkpointing comes here again in the backward pass, and wants the same operations; kept, their results would hold
@@ -116,10 +118,8 @@ class LargestActivations:
     def _hook(self, index: int):
         def hook(layer, inputs, output):
             if layer.training:
-                hidden_states = output[0] if isinstance(output, tuple) else output
                 # (batch, length, hidden_size) -> (batch,)
-                largest = hidden_states.abs().flatten(1).amax(-1)
-                largest = largest if largest.dtype == torch.float64 else largest.float()
+                largest = at_least_float32(first_tensor(output).abs().flatten(1).amax(-1))
                 self._excess[index] = (largest / self.threshold).log().clamp(min=0).mean()
 
         return hook

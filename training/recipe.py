@@ -212,6 +212,11 @@ class Recipe:
         for index, group in enumerate(self.parameter_groups):
             _check_group(f"parameter_groups.{index}", group)
 
+    @property
+    def seed(self) -> int:
+        """Trainer's."""
+        return int(self.arguments.get("seed", 42))
+
 
 def _check_group(where: str, group: ParameterGroup) -> None:
     try:

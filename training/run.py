@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,12 +14,13 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainerState
 
 from ..configuration import GatedAttentionConfig
+from ..conversion.sources import is_hub_id
 from ..diagnostics import DiagnosticsCallback
 from ..modeling_gated import GatedAttentionForCausalLM
 from .distillation import DistillationTrainer
 from .errors import RecipeError
 from .liger import allow_liger
-from .outputs import CURVES_FILE, RESULTS_FILE, curves, draw_curves, perplexity, public_name, write_card, write_results
+from .outputs import CURVES_FILE, RESULTS_FILE, curves, draw_curves, perplexity, write_card, write_results
 from .packing import PackedCollator, PaddedCollator
 from .parameter_groups import ResolvedGroup, freeze, gate_parameters, groups_table, resolve_groups
 from .recipe import Recipe, arguments_class, check_same_training
@@ -250,7 +251,7 @@ def _finished_before(output_dir: Path, resumed: Path, echo: Callable[[str], None
 
 
 def _load(loader: Callable, source: str, recipe: Recipe, options: dict):
-    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).is_dir():
+    if "/" in source and not Path(source).is_dir() and not is_hub_id(source):
         raise RecipeError(f"there is no folder {source}: give that of a model, or a Hub id")
     try:
         return loader(source, trust_remote_code=recipe.trust_remote_code, **options)
@@ -259,17 +260,21 @@ def _load(loader: Callable, source: str, recipe: Recipe, options: dict):
 
 
 def _model(recipe: Recipe) -> PreTrainedModel:
-    options = {"dtype": recipe.dtype}
-    if recipe.attn_implementation is not None:
-        options["attn_implementation"] = recipe.attn_implementation
     if recipe.new_model is not None:
-        return _new_model(recipe, options)
+        return _new_model(recipe)
+    options = {}
     if recipe.train == "lora" and recipe.lora.quantize is not None:
         options["quantization_config"] = _four_bits(recipe)
-    return _load(AutoModelForCausalLM.from_pretrained, recipe.model, recipe, options)
+    return _pretrained(recipe.model, recipe.dtype, recipe, **options)
 
 
-def _new_model(recipe: Recipe, options: dict) -> PreTrainedModel:
+def _pretrained(source: str, dtype: str, recipe: Recipe, **options) -> PreTrainedModel:
+    if recipe.attn_implementation is not None:
+        options["attn_implementation"] = recipe.attn_implementation
+    return _load(AutoModelForCausalLM.from_pretrained, source, recipe, {"dtype": dtype, **options})
+
+
+def _new_model(recipe: Recipe) -> PreTrainedModel:
     fields = dict(recipe.new_model)
     preset, variant = fields.pop("preset", None), fields.pop("variant", None)
     try:
@@ -281,10 +286,10 @@ def _new_model(recipe: Recipe, options: dict) -> PreTrainedModel:
             config = GatedAttentionConfig(**fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise RecipeError(f"`new_model` describes no model: {error}") from error
-    torch.manual_seed(int(recipe.arguments.get("seed", 42)))
-    dtype = torch.float32 if options.pop("dtype") == "auto" else getattr(torch, recipe.dtype)
-    if "attn_implementation" in options:
-        config._attn_implementation = options["attn_implementation"]
+    torch.manual_seed(recipe.seed)
+    dtype = torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+    if recipe.attn_implementation is not None:
+        config._attn_implementation = recipe.attn_implementation
     return GatedAttentionForCausalLM(config).to(dtype)
 
 
@@ -363,10 +368,7 @@ def _trainer(recipe: Recipe, arguments, model: PreTrainedModel, tokenizer) -> Tr
 
 
 def _teacher(recipe: Recipe) -> PreTrainedModel:
-    options = {"dtype": recipe.distillation.teacher_dtype}
-    if recipe.attn_implementation is not None:
-        options["attn_implementation"] = recipe.attn_implementation
-    teacher = _load(AutoModelForCausalLM.from_pretrained, recipe.distillation.teacher, recipe, options)
+    teacher = _pretrained(recipe.distillation.teacher, recipe.distillation.teacher_dtype, recipe)
     _refuse_leaks(recipe, teacher)
     return teacher
 
@@ -438,17 +440,6 @@ def _merge(recipe: Recipe, trainer: Trainer, tokenizer, output_dir: Path) -> Pat
     return merged
 
 
-# Where things lie, and who may write there.
-_NOT_IN_THE_CARD = (
-    "resume_from_checkpoint",
-    "hub_token",
-    "logging_dir",
-    "deepspeed",
-    "fsdp_config",
-    "accelerator_config",
-)
-
-
 def _write(recipe: Recipe, result: TrainingResult, trainer: Trainer) -> None:
     drawn = draw_curves(result.history, result.output_dir / CURVES_FILE)
     content = {
@@ -460,16 +451,8 @@ def _write(recipe: Recipe, result: TrainingResult, trainer: Trainer) -> None:
         "drawn": drawn,
     }
     write_results(result.output_dir / RESULTS_FILE, content)
-    shown = ("objective", "train", "length", "packing", "long_records", "streaming", "shuffle", "optimizer", "dtype")
-    settings = {name: getattr(recipe, name) for name in shown if getattr(recipe, name) is not None}
-    if recipe.train == "lora":
-        settings["lora"] = asdict(recipe.lora)
-    if recipe.distillation is not None:
-        settings["distillation"] = asdict(recipe.distillation) | {"teacher": public_name(recipe.distillation.teacher)}
-    settings |= {name: value for name, value in recipe.arguments.items() if name not in _NOT_IN_THE_CARD}
-    settings["seed"] = trainer.args.seed
     for folder in filter(None, (result.output_dir, result.merged)):
         if folder == result.merged:
             for name in (RESULTS_FILE, *([CURVES_FILE] if drawn else [])):
                 shutil.copyfile(result.output_dir / name, folder / name)
-        write_card(folder, recipe, content, settings)
+        write_card(folder, recipe, content)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..conversion.sources import is_hub_id
 from .errors import RecipeError
 from .packing import one_by_one, pack
 from .recipe import DataSource, Recipe
@@ -32,7 +33,7 @@ def load_records(recipe: Recipe, sources: list[DataSource], shuffle: bool):
     """
     from datasets import interleave_datasets
 
-    seed = int(recipe.arguments.get("seed", 42))
+    seed = recipe.seed
     found = [_load(recipe, source) for source in sources]
     if shuffle:
         if recipe.streaming:
@@ -59,7 +60,7 @@ def _load(recipe: Recipe, source: DataSource):
         records = records[source.split] if hasattr(records, "keys") else records
         return _checked_columns(recipe, source, records.to_iterable_dataset() if recipe.streaming else records)
     files = _files(path)
-    if not files and ("/" not in source.path or source.path.count("/") > 1 or source.path.startswith((".", "/", "~"))):
+    if not files and not is_hub_id(source.path):
         raise RecipeError(
             f"the data {source.path} is not there; give a file, a folder, a pattern or a data set on the Hub"
         )

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
+from ..._version import package_versions
 from ...configuration import GatedAttentionConfig
 from ...modeling_gated.decoder import GatedAttentionDecoderLayer
 from ..checkpoint import FLOAT_FORMATS, Checkpoint
@@ -147,7 +147,7 @@ def calibrate(
             windows=windows,
             seed=seed,
             attention_weight=attention_weight,
-            versions={name: metadata.version(name) for name in ("gated-attention", "torch", "transformers")},
+            versions=package_versions(),
         ),
         layers=reports,
         perplexity=perplexity,

@@ -38,6 +38,11 @@ class Calibration:
         return self.input_ids[self.fitted :]
 
 
+def windows_before_test(tokens: int, length: int, test_tokens: int) -> int:
+    """How many windows of `length` a text of so many tokens has before those of its end that are for the test."""
+    return tokens // length - test_tokens // length
+
+
 def calibration_windows(
     tokenizer,
     text: str,
@@ -64,26 +69,25 @@ def calibration_windows(
     """
     if length < 16:
         raise ConversionError(f"`length` must be at least 16, got {length}")
-    count, test_count = tokens // length, test_tokens // length
+    count = tokens // length
     if count < 8:
         raise ConversionError(f"`tokens` must hold at least 8 windows of `length` {length}, got {tokens}")
     if not 0 <= bos_share <= 1:
         raise ConversionError(f"`bos_share` must lie between 0 and 1, got {bos_share}")
     # Pages of text are no sentence to warn about: they are cut into windows here.
     token_ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    available = len(token_ids) // length
-    if available < count + test_count:
-        wanted = f"{count * length:,} tokens to calibrate" + (
-            f" and {test_count * length:,} to test" if test_count else ""
-        )
+    available = windows_before_test(len(token_ids), length, test_tokens)
+    if available < count:
+        for_test = test_tokens // length * length
+        wanted = f"{count * length:,} tokens to calibrate" + (f" and {for_test:,} to test" if for_test else "")
         raise ConversionError(
             f"the calibration text has {len(token_ids):,} tokens, {wanted} are asked for; give a longer text, or fewer "
             f"tokens (--tokens, --test-tokens)"
         )
-    windows = token_ids[: available * length].unflatten(0, (available, length))
+    windows = token_ids[: len(token_ids) // length * length].unflatten(0, (-1, length))
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(available - test_count, generator=generator)[:count]
-    calibration, test = windows[chosen].clone(), windows[available - test_count :].clone()
+    chosen = torch.randperm(available, generator=generator)[:count]
+    calibration, test = windows[chosen].clone(), windows[available:].clone()
 
     bos = torch.zeros(count, dtype=torch.bool)
     if tokenizer.bos_token_id is not None:
