@@ -1,6 +1,5 @@
 """Diagnostics: what sinks, activations and gates do, in any decoder-only model of transformers."""
 
-from .callback import DiagnosticsCallback
 from .copying import CopyingResult, copying_accuracy
 from .errors import InspectionError
 from .inspection import inspect_model, inspect_text
@@ -32,3 +31,12 @@ __all__ = [
     "low_bit_perplexity",
     "streaming_perplexity",
 ]
+
+
+def __getattr__(name: str):
+    # It brings Trainer and datasets along, which take longer to import than all of the rest.
+    if name == "DiagnosticsCallback":
+        from .callback import DiagnosticsCallback
+
+        return DiagnosticsCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
