@@ -271,6 +271,9 @@ def transfer(
         float, typer.Option(help="Cost of attention left on sinks. More: less sink, more error.")
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="For the choice of windows.")] = 0,
+    keep_massive: Annotated[
+        bool, typer.Option("--keep-massive", help="Leave massive activations as large as they are.")
+    ] = False,
     test: _TestTexts = None,
     test_tokens: Annotated[
         int,
@@ -302,6 +305,7 @@ def transfer(
             bos_share=bos_share,
             attention_weight=attention_weight,
             seed=seed,
+            keep_massive=keep_massive,
             on_disk=on_disk,
             device=device,
             overwrite=overwrite,

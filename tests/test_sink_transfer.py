@@ -40,6 +40,7 @@ from gated_attention import (
 from gated_attention.conversion import ConversionError, NothingToTransferError, TransferOptions, TransferReport
 from gated_attention.conversion.checkpoint import read_checkpoint
 from gated_attention.conversion.plan import read_source
+from gated_attention.conversion.sink_transfer import calibrate as calibrate_module
 from gated_attention.conversion.sink_transfer.calibrate import calibrate
 from gated_attention.conversion.sink_transfer.calibration import Calibration
 from gated_attention.conversion.sink_transfer.command import ShowOptions, run_transfer
@@ -304,6 +305,59 @@ def test_sinks_beside_the_first_token(tmp_path):
     after = inspect_model(transferred, [{"input_ids": windows[-4:]}])
     assert before.largest_key_share > 0.2 and after.largest_key_share < 0.05
     assert after.perplexity == pytest.approx(before.perplexity, rel=0.01)
+
+
+def planted_massive() -> LlamaForCausalLM:
+    """Two layers: neuron 3 of the first writes 1,000 into BOS's state, neuron 5 of the second takes it out again."""
+    model = planted_sink(layers=2)
+    with torch.no_grad():
+        for layer, neuron, written in zip(model.model.layers, (3, 5), (1000.0, -1000.0), strict=True):
+            for projection in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                projection.weight[neuron] = 0
+                projection.weight[neuron, 0] = 5.0
+            layer.post_attention_layernorm.weight.fill_(1.0)
+            # Normalised, BOS has a 4 in its channel and nothing elsewhere: the neuron fires with 20 * silu(20).
+            layer.mlp.down_proj.weight[0, neuron] = written / 400
+            layer.self_attn.o_proj.weight[0] = 0  # nor does attention put anything there
+    return model
+
+
+def test_massive_activations_become_ordinary(tmp_path):
+    """The rows that write them are multiplied by a power of two, and no prediction changes: only their direction is read."""
+    model, windows = planted_massive(), distinct_windows(64)
+    source = save_source(tmp_path / "source", model)
+    report, transferred = fit_and_load(source, windows, held_out=8)
+    assert report.transferred == [0, 1]
+    # Ordinary tokens have a largest activation of 1 or so: 1,000 becomes about twice that.
+    assert report.massive.neurons == {0: [3], 1: [5]} and 2**-9 <= report.massive.factor <= 2**-8
+    assert report.layers[0].m_act[0] == pytest.approx(1001.4, abs=0.1)
+    assert max(layer.m_act[1] for layer in report.layers) < 6
+    for layer, neuron in zip((0, 1), (3, 5), strict=True):
+        expected = model.model.layers[layer].mlp.up_proj.weight.clone()
+        expected[neuron] *= report.massive.factor
+        assert torch.equal(transferred.model.layers[layer].mlp.up_proj.weight, expected)
+    fresh = distinct_windows(8, seed=9)
+    expected, found = logits_of(model, fresh), logits_of(transferred, fresh)
+    assert (found - expected)[:, 1:].abs().max() < 2e-3 * expected.abs().max()
+    inspected = inspect_model(transferred, [{"input_ids": windows[-8:]}])
+    assert inspected.m_act == pytest.approx(report.m_act[1], rel=1e-3)
+    assert inspected.f_attn == pytest.approx(report.f_attn[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("why", ["asked", "costly"])
+def test_massive_activations_are_left(tmp_path, target, why, monkeypatch):
+    """Where they are to stay, or where no smaller size leaves the perplexity as it is."""
+    monkeypatch.setattr(calibrate_module, "LARGEST_RISE", 0.5)
+    source = save_source(tmp_path / "source", planted_massive())
+    report = transfer_sinks(source, target, TEXT, keep_massive=why == "asked", **SMALL)
+    if why == "asked":
+        assert report.massive is None
+    else:
+        assert report.massive.factor is None and len(report.massive.tried) == 3
+        assert "massive activations are left: making 2 neurons in layers 0, 1 smaller" in report.describe()
+        assert TransferReport.load(target / "sink_transfer.json") == report
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, target))
+    assert all(torch.equal(before[name], after[name]) for name in before if ".mlp." in name)
 
 
 @pytest.fixture

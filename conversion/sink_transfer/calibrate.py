@@ -4,8 +4,9 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from ..plan import format_bytes
 from .calibration import Calibration
 from .layer_source import LayerSource
 from .layer_transfer import LayerFit, apply_fit, fit_layer, identity_tensors
+from .massive import LARGEST_RISE, ShrinkTrial, ShrunkLayer, shrunk_tensors
 from .opened_attention import OpenedAttention, sink_shares
-from .report import LayerReport, TransferReport, TransferSettings
+from .report import LayerReport, MassiveReport, TransferReport, TransferSettings
 from .sinks import SinkGroup, find_sinks
 
 
@@ -41,6 +43,7 @@ def calibrate(
     granularity: str,
     attention_weight: float,
     seed: int,
+    keep_massive: bool = False,
     text_name: str | None = None,
     tokenizer=None,
     on_layer: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
@@ -55,9 +58,10 @@ def calibrate(
         checkpoint (`Checkpoint`): The ungated source.
         config (`GatedAttentionConfig`): Config of the result.
         calibration (`Calibration`): The tokens.
-        granularity, attention_weight, seed, text_name: For the report, and see [`TransferOptions`].
+        granularity, attention_weight, seed, keep_massive, text_name: For the report, and see [`TransferOptions`].
         tokenizer (*optional*): Names the tokens of the report.
-        on_layer (`Callable`, *optional*): Gets each layer's index and the tensors that change in it, by their full names.
+        on_layer (`Callable`, *optional*): Gets each layer's index and the tensors that change in it, by their full names; a layer
+            whose MLP changes comes twice.
         scratch (`Path`, *optional*): Folder for the hidden states of all calibration tokens; default: memory.
         device: Where layers run.
         progress (`bool`): Whether to show a progress bar, on a terminal.
@@ -72,6 +76,7 @@ def calibrate(
     windows, length = calibration.input_ids.shape
     held_out = slice(calibration.fitted, None)
     reports = []
+    trial = None if keep_massive else ShrinkTrial()
     with torch.no_grad():
         position_embeddings = source.position_embeddings(length)
         before = _states(source.embed(calibration.input_ids), scratch, "before.bin")
@@ -103,7 +108,9 @@ def calibrate(
                 outcome = "transferred" if fit.gates.error <= LARGEST_ERROR * moved else "error"
             if outcome == "transferred" and after is before:
                 after = _states(before, scratch, "after.bin")
-            activations = [_run(layer, before, position_embeddings, calibration.fitted)]
+            entering = after[held_out].clone() if trial else None
+            with trial.watching(layer) if trial and after is before else nullcontext():
+                activations = [_run(layer, before, position_embeddings, calibration.fitted)]
             if outcome == "transferred":
                 tensors = apply_fit(layer, fit, dtypes)
                 opened = OpenedAttention(layer, position_embeddings)
@@ -111,7 +118,16 @@ def calibrate(
                 tensors = identity_tensors(layer, dtypes)
             if after is not before:
                 shares.append(sink_shares(opened, after[held_out]))
-                activations.append(_run(layer, after, position_embeddings, calibration.fitted))
+                with trial.watching(layer) if trial else nullcontext():
+                    activations.append(_run(layer, after, position_embeddings, calibration.fitted))
+            if trial:
+                trial.follow(
+                    index,
+                    layer,
+                    position_embeddings,
+                    entering,
+                    lambda layer, states: _run(layer, states, position_embeddings, fitted=0),
+                )
             if on_layer is not None:
                 on_layer(index, {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()})
             reports.append(
@@ -130,10 +146,22 @@ def calibrate(
                 )
             )
         head = source.head()
-        perplexity = tuple(
-            _perplexity(head, states[held_out], calibration.input_ids[held_out], source.device)
-            for states in (before, after)
-        )
+
+        def perplexity_after(states: torch.Tensor) -> float:
+            return _perplexity(head, states, calibration.input_ids[held_out], source.device)
+
+        perplexity = perplexity_after(before[held_out]), perplexity_after(after[held_out])
+        massive = None
+        if trial and trial.neurons:
+            tried = {factor: perplexity_after(states) for factor, states in trial.states.items()}
+            massive = MassiveReport.of(trial.neurons, tried, perplexity[1] * LARGEST_RISE)
+        if massive is not None and massive.factor is not None:
+            perplexity = perplexity[0], tried[massive.factor]
+            reports = [_with_shrunk(report, trial.layers[massive.factor]) for report in reports]
+            for index, neurons in massive.neurons.items():
+                if on_layer is not None:
+                    tensors = shrunk_tensors(source.layer(index), neurons, massive.factor)
+                    on_layer(index, {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()})
     return TransferReport(
         settings=TransferSettings(
             source=checkpoint.folder.resolve().name,
@@ -150,6 +178,7 @@ def calibrate(
             versions=package_versions(),
         ),
         layers=reports,
+        massive=massive,
         perplexity=perplexity,
         seconds=time.perf_counter() - started,
     )
@@ -162,6 +191,14 @@ def _formats(checkpoint: Checkpoint, layer: GatedAttentionDecoderLayer, index: i
     return {
         name: FLOAT_FORMATS[checkpoint.tensors.get(prefix + name, query).dtype] for name, _ in layer.named_parameters()
     }
+
+
+def _with_shrunk(report: LayerReport, layers: dict[int, ShrunkLayer]) -> LayerReport:
+    """A layer's report with what the figures after the transfer are when massive activations are made smaller."""
+    if report.layer_idx not in layers:
+        return report
+    after = asdict(layers[report.layer_idx])
+    return replace(report, **{name: (getattr(report, name)[0], value) for name, value in after.items()})
 
 
 def _sink_attention(fit: LayerFit, outcome: str) -> tuple[list[float], list[float]]:

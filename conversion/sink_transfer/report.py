@@ -75,6 +75,42 @@ class LayerReport:
     m_act: tuple[float, float]
 
 
+@dataclass(frozen=True)
+class MassiveReport:
+    """
+    The neurons that write massive activations and take them out again.
+
+    Attributes:
+        neurons: Indices in the layers' MLPs, by layer.
+        factor: What their rows of `up_proj` were multiplied by; None if no factor that was tried left the perplexity as it was.
+        tried: Perplexity on the held-out windows for each factor.
+    """
+
+    neurons: dict[int, list[int]]
+    factor: float | None
+    tried: dict[float, float]
+
+    @classmethod
+    def of(
+        cls, neurons: dict[int, list[int]], tried: dict[float, float], largest_perplexity: float
+    ) -> "MassiveReport":
+        """With the smallest factor that keeps to a perplexity."""
+        return cls(neurons, min((f for f, found in tried.items() if found <= largest_perplexity), default=None), tried)
+
+    def describe(self) -> str:
+        number = sum(map(len, self.neurons.values()))
+        what = f"{number} neuron{'s' * (number > 1)} in layer{'s' * (len(self.neurons) > 1)} {', '.join(map(str, self.neurons))}"
+        if self.factor is None:
+            return f"massive activations are left: making {what} smaller would cost perplexity"
+        return f"massive activations are written by {what}: made smaller, x {self.factor:g}"
+
+    @classmethod
+    def from_dict(cls, content: dict) -> "MassiveReport":
+        """Of what JSON makes of it, whose keys are text."""
+        neurons = {int(index): found for index, found in content["neurons"].items()}
+        return cls(neurons, content["factor"], {float(factor): found for factor, found in content["tried"].items()})
+
+
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
@@ -87,6 +123,7 @@ class TransferReport:
         layers: One entry a layer.
         perplexity: Before and after, on the held-out windows.
         seconds: Time of the calibration.
+        massive: What was done about massive activations; None if there are none that few neurons write.
         tests: Figures of the written checkpoint on texts that took no part, if they were asked for: by name of the text a
             list of the source's and the result's summary.
     """
@@ -95,6 +132,7 @@ class TransferReport:
     layers: list[LayerReport]
     perplexity: tuple[float, float]
     seconds: float
+    massive: MassiveReport | None = None
     tests: dict[str, list[dict]] = field(default_factory=dict)
 
     def _both(self, name: str) -> tuple[float, float]:
@@ -186,6 +224,7 @@ class TransferReport:
                 *_aligned(rows),
                 *self._left_layers(),
                 *self._further_tokens(),
+                *(["", self.massive.describe()] if self.massive else []),
                 "",
                 f"on {settings.held_out_tokens:,} held-out tokens:",
                 f"  perplexity         {_arrow(self.perplexity, '{:.3f}')} (x {self.perplexity_ratio:.3f})",
@@ -247,7 +286,10 @@ class TransferReport:
             LayerReport(**{name: tuple(value) if name in pairs and value else value for name, value in layer.items()})
             for layer in content["layers"]
         ]
-        kept = {entry.name: content[entry.name] for entry in fields(cls)}
+        # Reports of earlier versions know nothing of massive activations.
+        kept = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
+        if kept.get("massive"):
+            kept["massive"] = MassiveReport.from_dict(kept["massive"])
         kept |= {"perplexity": tuple(kept["perplexity"]), "settings": TransferSettings(**content["settings"])}
         return cls(**{**kept, "layers": layers})
 
