@@ -339,7 +339,7 @@ def heal(
     sink_share: Annotated[float, typer.Option(help="Cost of attention on the first token.")] = 1.0,
     activations: Annotated[float, typer.Option(help="Cost of activations above 300, by their logarithm.")] = 0.0,
     copy_share: Annotated[
-        float, typer.Option(help="Share of rows with the text's words in random order, twice, to keep copying.")
+        float, typer.Option(help="Share of rows with random tokens that are repeated, to keep copying.")
     ] = 0.25,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate the transfer on.")] = 32768,
     calibration_length: Annotated[int, typer.Option(help="Tokens in a window of those, and of the tests.")] = 512,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import COMMAND, save_source, tiny_llama, tree_hashes
 from test_sink_transfer import TEXT, planted_sink
@@ -16,6 +17,7 @@ from gated_attention import GatedAttentionForCausalLM
 from gated_attention.conversion import ConversionError, NothingToTransferError
 from gated_attention.conversion.sink_transfer import TransferOptions
 from gated_attention.training import HealingOptions, heal, healing_recipe
+from gated_attention.training.healing_rows import copied_row
 
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "distill_transfer.yaml"
@@ -122,20 +124,42 @@ def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch, 
         heal(planted_source, target, TEXT, options(copy_share=share), echo=lambda text: None)
     work = target.parent / ".target.healing"
     tokenizer = AutoTokenizer.from_pretrained(planted_source)
-    rows = [json.loads(line)["text"] for line in (work / "rows.jsonl").read_text().splitlines()]
-    ids = [tokenizer(row, add_special_tokens=False)["input_ids"] for row in rows]
-    with_bos = [row for row in ids if row[0] == tokenizer.bos_token_id]
-    assert 0.6 < len(with_bos) / len(ids) < 0.9
-    assert max(map(len, ids)) <= 31  # and the end of text
-    plain_rows = [[token for token in row if token != tokenizer.bos_token_id] for row in ids]
-    copies = [row for row in plain_rows if row[: len(row) // 2] == row[len(row) // 2 :]]
-    assert len(copies) / len(ids) == pytest.approx(share, abs=0.12)
-    if share:
-        return
     whole = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    plain = [token for row in plain_rows for token in row]
+    rows = [json.loads(line)["input_ids"] for line in (work / "rows.jsonl").read_text().splitlines()]
+    assert {len(row) for row in rows} == {31, 32}
+    assert 0.6 < sum(row[0] == tokenizer.bos_token_id for row in rows) / len(rows) < 0.9
+    plain_rows = [row[-31:] for row in rows]
+    of_text = [whole[start : start + 31] for start in range(0, len(whole) - 30, 31)]
+    copies = [row for row in plain_rows if row not in of_text]
+    assert len(copies) / len(rows) == pytest.approx(share, abs=0.12)
+    plain = [token for row in plain_rows if row in of_text for token in row]
     before_test = len(whole) // 32 * 32 - 256
-    assert plain == whole[: len(plain)] and before_test - 30 < len(plain) <= before_test
+    assert plain == whole[: len(plain)] and before_test - 31 < len(plain) <= before_test
+    held_out = [json.loads(line)["input_ids"] for line in (work / "held_out.jsonl").read_text().splitlines()]
+    assert [token for row in held_out for token in row[1:]] == whole[before_test : before_test + len(held_out) * 31]
+
+
+def test_copied_rows_repeat_a_passage_whose_tokens_are_all_different():
+    vocabulary, generator = torch.arange(100, 400), torch.Generator().manual_seed(0)
+    distances, passages = [], []
+    for _ in range(200):
+        row = copied_row(vocabulary, 64, generator)
+        assert len(row) == 64 and set(row) <= set(range(100, 400))
+        distance = row.index(row[0], 1)
+        assert len(set(row[:distance])) == distance
+        # It begins again after as many tokens as were drawn, and goes on like that.
+        passage = next((n for n in range(64 - distance) if row[distance + n] != row[n]), 64 - distance)
+        distances.append(distance)
+        passages.append(passage)
+    assert min(distances) < 12 and max(distances) > 50 and min(passages) >= 8
+    assert sum(distance < 24 for distance in distances) > 40
+
+
+def test_a_row_must_not_be_longer_than_the_vocabulary_that_is_copied(tmp_path, target):
+    source = save_source(tmp_path / "source", planted_sink())
+    with pytest.raises(ConversionError, match="ordinary tokens, and none is drawn twice in a row; got 128"):
+        heal(source, target, TEXT, options(length=128), echo=lambda text: None)
+    assert not left_beside(target)
 
 
 def test_command_and_recipe_train_in_the_same_way():

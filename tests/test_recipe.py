@@ -395,6 +395,26 @@ def test_kinds_of_data(content, tmp_path, kind):
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "streaming"])
+def test_token_ids_train_as_their_text_does(content, tmp_path, streaming):
+    """Alone and beside text; nothing is added to them."""
+    tokenizer = tiny_tokenizer()
+    ids = [{"tokens": [*tokenizer(text)["input_ids"], 2]} for text in texts(200)]
+    of_ids = {"path": write_jsonl(tmp_path / "ids.jsonl", ids), "column": "tokens"}
+    options = {"streaming": streaming, "shuffle": False}
+    expected = losses(run(content, **options))
+    assert losses(run(content, data=[of_ids], output_dir=str(tmp_path / "ids"), **options)) == expected
+    both = [*content["data"], of_ids]
+    assert run(content, data=both, output_dir=str(tmp_path / "both"), **options).steps == 6
+
+
+@pytest.mark.parametrize(("token", "named"), [(-1, "-1"), (10**6, "1000000")], ids=["below", "above"])
+def test_token_ids_of_another_tokenizer_are_refused(content, tmp_path, token, named):
+    data = [{"path": write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": [5, token, 6]}]), "column": "input_ids"}]
+    with pytest.raises(RecipeError, match=f"record 0 has the token id {named}, and the tokenizer has those from 0 to"):
+        run(content, data=data)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "streaming"])
 def test_sources_are_mixed_by_weight_in_a_fixed_order(content, tmp_path, streaming):
     sources = [
         {"path": write_jsonl(tmp_path / f"{word}.jsonl", [{"text": word}] * 2000), "weight": weight}
@@ -438,7 +458,7 @@ def another_column(tmp_path):
 
 
 def numbers(tmp_path):
-    return {"path": write_jsonl(tmp_path / "bad.jsonl", [{"text": 3}])}, "must hold text, found a int"
+    return {"path": write_jsonl(tmp_path / "bad.jsonl", [{"text": 3}])}, "must hold text or token ids, found a int"
 
 
 def missing(tmp_path):

@@ -15,14 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..conversion.errors import ConversionError
 from ..conversion.places import check_places
-from ..conversion.sink_transfer.calibration import windows_before_test
 from ..conversion.sink_transfer.command import inspect_folders, windows_of_tests
-from ..conversion.sink_transfer.transfer import REPORT_FILE, TransferOptions, load_tokenizer, transfer_sinks
+from ..conversion.sink_transfer.transfer import REPORT_FILE, TransferOptions, transfer_sinks
 from ..conversion.staging import exclusive, staged_folder
 from ..diagnostics.command import LoadOptions
+from ..diagnostics.errors import InspectionError
 from ..diagnostics.report import aligned, card_section, settings_line, summary_rows
 from ..diagnostics.results import Inspection
 from .errors import RecipeError
+from .healing_rows import write_rows
 from .outputs import RESULTS_FILE, write_card, write_results
 from .recipe import make_recipe
 from .run import train
@@ -31,9 +32,6 @@ from .run import train
 logger = logging.getLogger(__name__)
 
 HEALING_FILE = "healing.json"
-
-# Rows of the held-out text that the curves are drawn of; the tests are on all of it.
-_WATCHED_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class HealingOptions:
         learning_rate: Of the attention's weights; gates and biases have ten times as much.
         sink_share: What attention on the first token costs.
         activations: What activations above 300 cost, as the logarithm of the ratio.
-        copy_share: Share of the rows that hold words of the text in random order, twice. A transfer fits gates on text, where there is little to copy,
-            and closes the heads that copy.
+        copy_share: Share of the rows that hold random tokens and repeat them. A transfer fits gates on text, where there is little to copy, and
+            loses most of it.
         texts: Text files of other kinds to test on.
         dtype: Format that the models are tested in. Training is in float32, and the result has the source's format.
     """
@@ -107,8 +105,8 @@ def healing_recipe(
             "sink_share": options.sink_share,
             "activations": options.activations,
         },
-        "data": [{"path": data}],
-        "evaluation_data": [{"path": held_out}],
+        "data": [{"path": data, "column": "input_ids"}],
+        "evaluation_data": [{"path": held_out, "column": "input_ids"}],
         "length": options.length,
         "parameter_groups": [
             {"pattern": "gates", **at_once},
@@ -172,10 +170,10 @@ def heal(
         work = _work_folder(target, source, options, text)
         transferred, trained = work / "transferred", work / "trained"
         try:
-            rows, held_out = _write_rows(source, text, options, work)
+            rows, held_out = write_rows(source, text, options.length, options.copy_share, options.transfer, work)
             if not transferred.is_dir():
                 echo(transfer_sinks(source, transferred, text, options.transfer, text_name=text_name).describe())
-        except ConversionError:
+        except (ConversionError, InspectionError):
             shutil.rmtree(work)
             raise
         settings = healing_recipe(str(source), str(transferred), str(rows), str(held_out), str(trained), options)
@@ -230,50 +228,6 @@ def _work_folder(target: Path, source: Path, options: HealingOptions, text: str)
     work.mkdir(exist_ok=True)
     kept.write_text(settings, encoding="utf-8")
     return work
-
-
-def _write_rows(source: Path, text: str, options: HealingOptions, work: Path) -> tuple[Path, Path]:
-    """
-    The text before the test, cut into records of a row each, of which most begin with BOS: a long text would have it once. Among them such
-    to copy. And some of the text that is held out.
-    """
-    tokenizer = load_tokenizer(source)
-    if not tokenizer.is_fast:
-        raise ConversionError(f"{source}: healing needs a fast tokenizer, which says where in the text a token lies")
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    length = options.transfer.length
-    test = length * windows_before_test(len(offsets), length, options.transfer.test_tokens)
-    inside = options.length - 2  # BOS before and the end of text after
-    starts = range(0, test - inside + 1, inside)
-    generator = torch.Generator().manual_seed(options.transfer.seed)
-    bos = tokenizer.bos_token or ""
-
-    def draw(share: float) -> bool:
-        return torch.rand((), generator=generator).item() < share
-
-    def piece(start: int) -> str:
-        return text[offsets[start][0] : offsets[min(start + inside, len(offsets)) - 1][1]]
-
-    def record(content: str, with_bos: bool) -> str:
-        return json.dumps({"text": (bos if with_bos else "") + content}) + "\n"
-
-    def copied(content: str) -> str:
-        words = content.split()
-        mixed = " ".join(words[index] for index in torch.randperm(len(words), generator=generator).tolist())
-        half = tokenizer(mixed, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        return " ".join(2 * [mixed[: half[min(len(half), inside // 2 - 1) - 1][1]]])
-
-    rows, held_out = work / "rows.jsonl", work / "held_out.jsonl"
-    with rows.open("w", encoding="utf-8") as file:
-        for start in starts:
-            content = piece(start)
-            file.write(record(content, draw(options.transfer.bos_share)))
-            # One of these beside so many of those.
-            if content.split() and draw(options.copy_share / (1 - options.copy_share)):
-                file.write(record(copied(content), draw(options.transfer.bos_share)))
-    watched = range(test, min(len(offsets) - inside, test + _WATCHED_ROWS * inside) + 1, inside)
-    held_out.write_text("".join(record(piece(start), True) for start in watched), encoding="utf-8")
-    return rows, held_out
 
 
 def _round_as_the_source(trained: Path, transferred: Path) -> None:

@@ -25,7 +25,7 @@ class DataSource:
             data set on the Hub.
         name: Configuration of a data set on the Hub.
         split: Which split of it.
-        column: The column that holds text. Fine-tuning reads `messages`, or `prompt` and `completion`, where a record has them.
+        column: The column that holds text, or lists of token ids, which are taken as they are. Fine-tuning reads `messages`, or `prompt` and `completion`, where a record has them.
         weight: How often records are drawn from it beside the other sources.
     """
 

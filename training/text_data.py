@@ -126,21 +126,26 @@ def _checked_columns(recipe: Recipe, source: DataSource, records):
             f"the data {source.path} must have {wanted}the column {source.column!r}; it has {', '.join(map(repr, first))}"
             + (f": did you mean {near[0]!r}?" if near else "")
         )
-    if not isinstance(first[source.column], str):
+    value = first[source.column]
+    is_ids = recipe.objective != "sft" and isinstance(value, list) and all(type(one) is int for one in value)
+    if not is_ids and not isinstance(value, str):
+        kinds = "text" if recipe.objective == "sft" else "text or token ids"
         raise RecipeError(
-            f"the column {source.column!r} of {source.path} must hold text, found a {type(first[source.column]).__name__}"
+            f"the column {source.column!r} of {source.path} must hold {kinds}, found a {type(value).__name__}"
         )
     records = records.select_columns([source.column])
-    return records if source.column == "text" else records.rename_column(source.column, "text")
+    name = "input_ids" if is_ids else "text"
+    return records if source.column == name else records.rename_column(source.column, name)
 
 
 class Documents:
     """
-    The token ids of records, in order; of documents that are longer than a row, what the recipe says.
+    The token ids of records, in order; of documents that are longer than a row, what the recipe says. Records that hold token ids are
+    taken as they are.
 
     Args:
         recipe: Its `length` and `long_records` are read.
-        records: Data set with the column `text`.
+        records: Data set with the column `text` or `input_ids`.
         tokenizer: The tokenizer. Each document begins as it begins texts, and ends with its end-of-text token.
     """
 
@@ -153,12 +158,9 @@ class Documents:
     def __iter__(self) -> Iterator[list[int]]:
         dropped = 0
         for number, record in enumerate(self._records()):
-            text = record["text"]
-            if not text:
+            ids = self._ids(number, record)
+            if not ids:
                 continue
-            ids = self.tokenizer(text, verbose=False)["input_ids"]
-            if ids[-1:] != self.end:
-                ids = ids + self.end
             if len(ids) > self.length and self.long_records != "split":
                 if self.long_records == "error":
                     raise RecipeError(
@@ -172,6 +174,21 @@ class Documents:
             yield ids
         if dropped:
             logger.warning("%d records are longer than `length` %d and were dropped", dropped, self.length)
+
+    def _ids(self, number: int, record: dict) -> list[int]:
+        ids = record.get("input_ids")  # of several sources one may have these and another text
+        if ids is not None:
+            if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
+                raise RecipeError(
+                    f"record {number} has the token id {min(ids) if min(ids) < 0 else max(ids)}, and the tokenizer has those from 0 to "
+                    f"{len(self.tokenizer) - 1}: it was made with another one"
+                )
+            return ids
+        text = record["text"]
+        if not text:
+            return []
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        return ids if ids[-1:] == self.end else ids + self.end
 
     def _records(self) -> Iterator[dict]:
         read = 0
