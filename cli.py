@@ -341,6 +341,12 @@ def heal(
     copy_share: Annotated[
         float, typer.Option(help="Share of rows with random tokens that are repeated, to keep copying.")
     ] = 0.25,
+    sampled_share: Annotated[
+        float, typer.Option(help="Share of rows that the source writes by itself, of all kinds that it knows.")
+    ] = 0.25,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Compute in bfloat16: faster on GPUs, and on CPUs with AMX.")
+    ] = False,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate the transfer on.")] = 32768,
     calibration_length: Annotated[int, typer.Option(help="Tokens in a window of those, and of the tests.")] = 512,
     granularity: _Granularity = "headwise",
@@ -380,6 +386,8 @@ def heal(
             sink_share=sink_share,
             activations=activations,
             copy_share=copy_share,
+            sampled_share=sampled_share,
+            bf16=bf16,
             texts=tuple(test or ()),
             dtype=dtype,
         )

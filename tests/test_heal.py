@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import COMMAND, save_source, tiny_llama, tree_hashes
+from conftest import COMMAND, TINY_SHAPE, save_source, tiny_llama, tiny_tokenizer, tree_hashes
 from test_sink_transfer import TEXT, planted_sink
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +17,7 @@ from gated_attention import GatedAttentionForCausalLM
 from gated_attention.conversion import ConversionError, NothingToTransferError
 from gated_attention.conversion.sink_transfer import TransferOptions
 from gated_attention.training import HealingOptions, heal, healing_recipe
-from gated_attention.training.healing_rows import copied_row
+from gated_attention.training.healing_rows import copied_row, sampled_rows
 
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "distill_transfer.yaml"
@@ -117,26 +117,64 @@ def _interrupt(recipe, echo):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("share", [0, 0.4], ids=["text", "with_copies"])
-def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch, share):
-    monkeypatch.setattr(sys.modules["gated_attention.training.heal"], "train", _interrupt)
+def rows_of(path: Path) -> list[list[int]]:
+    return [json.loads(line)["input_ids"] for line in path.read_text().splitlines()]
+
+
+def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
+    """And, in their shares, tokens to copy and what the source writes."""
+    recipes = []
+
+    def stopped(recipe, echo):
+        recipes.append(recipe)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["gated_attention.training.heal"], "train", stopped)
     with pytest.raises(KeyboardInterrupt):
-        heal(planted_source, target, TEXT, options(copy_share=share), echo=lambda text: None)
-    work = target.parent / ".target.healing"
+        heal(planted_source, target, TEXT, options(copy_share=0.3, sampled_share=0.2), echo=lambda text: None)
+    (recipe,) = recipes
+    assert [source.weight for source in recipe.data] == [pytest.approx(0.5), 0.3, 0.2]
+    of_text, copies, sampled = (rows_of(Path(source.path)) for source in recipe.data)
+    assert (len(copies), len(sampled)) == (10, 7)  # of 32
     tokenizer = AutoTokenizer.from_pretrained(planted_source)
-    whole = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    rows = [json.loads(line)["input_ids"] for line in (work / "rows.jsonl").read_text().splitlines()]
+    rows = of_text + copies + sampled
     assert {len(row) for row in rows} == {31, 32}
-    assert 0.6 < sum(row[0] == tokenizer.bos_token_id for row in rows) / len(rows) < 0.9
-    plain_rows = [row[-31:] for row in rows]
-    of_text = [whole[start : start + 31] for start in range(0, len(whole) - 30, 31)]
-    copies = [row for row in plain_rows if row not in of_text]
-    assert len(copies) / len(rows) == pytest.approx(share, abs=0.12)
-    plain = [token for row in plain_rows if row in of_text for token in row]
+    assert all(len(row) == 31 or row[0] == tokenizer.bos_token_id for row in rows)
+    assert 0.6 < sum(len(row) == 32 for row in rows) / len(rows) < 0.9
+    whole = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     before_test = len(whole) // 32 * 32 - 256
-    assert plain == whole[: len(plain)] and before_test - 31 < len(plain) <= before_test
-    held_out = [json.loads(line)["input_ids"] for line in (work / "held_out.jsonl").read_text().splitlines()]
+    assert [token for row in of_text for token in row[-31:]] == whole[: before_test // 31 * 31]
+    held_out = rows_of(Path(recipe.evaluation_data[0].path))
     assert [token for row in held_out for token in row[1:]] == whole[before_test : before_test + len(held_out) * 31]
+
+
+def test_sampled_rows_are_what_the_model_predicts(tmp_path):
+    """A model that is sure of what comes next after each token writes just that, past its end-of-text token too."""
+    model = tiny_llama(layers=1)
+    tokenizer = tiny_tokenizer()
+    # The model has more tokens than the tokenizer.
+    size = len(tokenizer)
+    assert size < TINY_SHAPE["vocab_size"]
+    follows = torch.arange(TINY_SHAPE["vocab_size"])
+    follows[:size] = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.zero_()
+        codes = torch.nn.functional.normalize(torch.randn(TINY_SHAPE["vocab_size"], TINY_SHAPE["hidden_size"]), dim=-1)
+        model.model.embed_tokens.weight.copy_(codes)
+        model.model.norm.weight.fill_(1)
+        model.lm_head.weight[follows] = 100 * codes
+    source = save_source(tmp_path / "source", model)
+    vocabulary = torch.arange(5, size)
+    rows = list(sampled_rows(source, tokenizer, [1], vocabulary, 200, 12, seed=3))
+    assert rows == list(sampled_rows(source, tokenizer, [1], vocabulary, 200, 12, seed=3))
+    assert (
+        len(rows) == 200
+        and {row[0] for row in rows} <= set(vocabulary.tolist())
+        and len({row[0] for row in rows}) > 30
+    )
+    for row in rows:
+        assert row[1:] == follows[torch.tensor(row[:-1])].tolist()
 
 
 def test_copied_rows_repeat_a_passage_whose_tokens_are_all_different():
@@ -157,7 +195,9 @@ def test_copied_rows_repeat_a_passage_whose_tokens_are_all_different():
 
 def test_a_row_must_not_be_longer_than_the_vocabulary_that_is_copied(tmp_path, target):
     source = save_source(tmp_path / "source", planted_sink())
-    with pytest.raises(ConversionError, match="ordinary tokens, and none is drawn twice in a row; got 128"):
+    with pytest.raises(
+        ConversionError, match="has so many ordinary tokens, and none is drawn twice in a row; got 128"
+    ):
         heal(source, target, TEXT, options(length=128), echo=lambda text: None)
     assert not left_beside(target)
 
@@ -184,11 +224,13 @@ def test_command_and_recipe_train_in_the_same_way():
     [
         ({"tokens": 100}, "`tokens` must hold a step of 4 rows of 32 tokens, got 100"),
         ({"copy_share": 1}, "`copy_share` must be at least 0 and at most 0.5, got 1"),
+        ({"sampled_share": -0.1}, "`sampled_share` must be at least 0 and at most 0.5, got -0.1"),
+        ({"copy_share": 0.5, "sampled_share": 0.45}, "must leave a tenth for the text, got 0.5 and 0.45"),
         ({"length": 8}, "`length` must be 16 or more, got 8"),
         ({"transfer": {"test_tokens": 0}}, "a healing is tested"),
         ({"length": 300, "tokens": 2000}, "`test_tokens` must be at least a row of `length` 300, got 256"),
     ],
-    ids=["tokens", "copies", "length", "no_test", "short_test"],
+    ids=["tokens", "copies", "sampled", "no_text", "length", "no_test", "short_test"],
 )
 def test_options_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(ConversionError, match=words):

@@ -23,7 +23,7 @@ from ..diagnostics.errors import InspectionError
 from ..diagnostics.report import aligned, card_section, settings_line, summary_rows
 from ..diagnostics.results import Inspection
 from .errors import RecipeError
-from .healing_rows import write_rows
+from .healing_rows import Mixture, write_rows
 from .outputs import RESULTS_FILE, write_card, write_results
 from .recipe import make_recipe
 from .run import train
@@ -49,6 +49,8 @@ class HealingOptions:
         activations: What activations above 300 cost, as the logarithm of the ratio.
         copy_share: Share of the rows that hold random tokens and repeat them. A transfer fits gates on text, where there is little to copy, and
             loses most of it.
+        sampled_share: Share of the rows that the source writes by itself, which are of all the kinds of text that it knows.
+        bf16: Whether products are computed in bfloat16 (weights stay in float32): faster on GPUs and on CPUs with AMX.
         texts: Text files of other kinds to test on.
         dtype: Format that the models are tested in. Training is in float32, and the result has the source's format.
     """
@@ -61,6 +63,8 @@ class HealingOptions:
     sink_share: float = 1.0
     activations: float = 0.0
     copy_share: float = 0.25
+    sampled_share: float = 0.25
+    bf16: bool = False
     texts: tuple[Path, ...] = ()
     dtype: str = "auto"
 
@@ -72,8 +76,13 @@ class HealingOptions:
             raise ConversionError(
                 f"`tokens` must hold a step of {self.batch} rows of {self.length} tokens, got {self.tokens}"
             )
-        if not 0 <= self.copy_share <= 0.5:
-            raise ConversionError(f"`copy_share` must be at least 0 and at most 0.5, got {self.copy_share}")
+        for name in ("copy_share", "sampled_share"):
+            if not 0 <= getattr(self, name) <= 0.5:
+                raise ConversionError(f"`{name}` must be at least 0 and at most 0.5, got {getattr(self, name)}")
+        if self.copy_share + self.sampled_share > 0.9:
+            raise ConversionError(
+                f"`copy_share` and `sampled_share` must leave a tenth for the text, got {self.copy_share} and {self.sampled_share}"
+            )
         if not self.transfer.test_tokens:
             raise ConversionError(f"`test_tokens` must be at least {self.transfer.length}: a healing is tested")
         if self.transfer.test_tokens < self.length:
@@ -91,7 +100,7 @@ class HealingOptions:
 
 
 def healing_recipe(
-    source: str, transferred: str, data: str, held_out: str, output_dir: str, options: HealingOptions
+    source: str, transferred: str, data: list[dict], held_out: str, output_dir: str, options: HealingOptions
 ) -> dict[str, Any]:
     """The recipe of the distillation: that of `recipes/distill_transfer.yaml`, with the paths and figures of these options."""
     at_once = {"learning_rate": 10, "weight_decay": 0}
@@ -101,11 +110,11 @@ def healing_recipe(
         "objective": "distill",
         "distillation": {
             "teacher": source,
-            "teacher_dtype": "float32",
+            "teacher_dtype": "bfloat16" if options.bf16 else "float32",
             "sink_share": options.sink_share,
             "activations": options.activations,
         },
-        "data": [{"path": data, "column": "input_ids"}],
+        "data": data,
         "evaluation_data": [{"path": held_out, "column": "input_ids"}],
         "length": options.length,
         "parameter_groups": [
@@ -120,6 +129,7 @@ def healing_recipe(
         "lr_scheduler_type": "cosine",
         "warmup_steps": max(1, options.steps // 20),
         "max_grad_norm": 1.0,
+        "bf16": options.bf16,
         "logging_steps": max(1, options.steps // 20),
         "eval_strategy": "steps",
         "eval_steps": max(1, options.steps // 4),
@@ -167,16 +177,18 @@ def heal(
     with exclusive(target):
         check_places(source, target, options.transfer.overwrite)
         windows, bos = windows_of_tests(source, text, text_name, options.transfer, options.texts)
+        mixture = Mixture(options.steps * options.batch, options.length, options.copy_share, options.sampled_share)
+        mixture.check(source)
         work = _work_folder(target, source, options, text)
         transferred, trained = work / "transferred", work / "trained"
         try:
-            rows, held_out = write_rows(source, text, options.length, options.copy_share, options.transfer, work)
             if not transferred.is_dir():
                 echo(transfer_sinks(source, transferred, text, options.transfer, text_name=text_name).describe())
         except (ConversionError, InspectionError):
             shutil.rmtree(work)
             raise
-        settings = healing_recipe(str(source), str(transferred), str(rows), str(held_out), str(trained), options)
+        data, held_out = write_rows(source, text, mixture, options.transfer, work)
+        settings = healing_recipe(str(source), str(transferred), data, str(held_out), str(trained), options)
         recipe = make_recipe(settings | {"resume_from_checkpoint": "auto"})
         try:
             train(recipe, echo=echo)
