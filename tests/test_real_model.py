@@ -103,14 +103,17 @@ def test_greedy_generation_is_the_same_for_64_tokens(smollm2, converted, text):
 
 
 def test_sink_is_transferred(smollm2, tmp_path):
-    """With a quarter of the tokens that the figures of the README are made with."""
+    """With an eighth of the tokens that the figures of the README are made with."""
     text, _ = default_text()
-    report = transfer_sinks(smollm2, tmp_path / "transferred", text, tokens=8192, length=256, progress=False)
+    report = transfer_sinks(smollm2, tmp_path / "transferred", text, tokens=4096, length=256, progress=False)
     assert report.f_attn[0] > 0.3 and report.f_attn[1] < 0.02
     assert report.largest_key_share[1] < 0.05
     assert report.perplexity_ratio < 1.25
     # The sink that no layer up to 11 can undo is in all of the later ones.
     assert set(range(12, 30)) <= set(report.transferred) and 0 not in report.transferred
+    # Two neurons write most of the massive activations; others take them out again.
+    assert report.massive.neurons[11] == [1229, 1487] and 678 in report.massive.neurons[28]
+    assert report.m_act[0] > 14_000 and report.m_act[1] < report.m_act[0] / 15
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "transferred")
     found = inspect_text(
         model, AutoTokenizer.from_pretrained(smollm2), text, length=256, tokens=2048, bos=True, ranks=False
