@@ -46,6 +46,7 @@ _Dataset = Annotated[str | None, typer.Option(help="Data set: Hub id, or a folde
 _Split = Annotated[str, typer.Option(help="Split of the data set.")]
 _Column = Annotated[str, typer.Option(help="Column of the data set that holds text.")]
 _Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin with BOS; default: as the tokenizer does.")]
+_KeepMassive = Annotated[bool, typer.Option("--keep-massive", help="Leave massive activations as large as they are.")]
 _Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ..., or auto: that of the checkpoint.")]
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: cuda if there is one.")]
 _TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")]
@@ -271,9 +272,7 @@ def transfer(
         float, typer.Option(help="Cost of attention left on sinks. More: less sink, more error.")
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="For the choice of windows.")] = 0,
-    keep_massive: Annotated[
-        bool, typer.Option("--keep-massive", help="Leave massive activations as large as they are.")
-    ] = False,
+    keep_massive: _KeepMassive = False,
     test: _TestTexts = None,
     test_tokens: Annotated[
         int,
@@ -351,6 +350,7 @@ def heal(
     calibration_length: Annotated[int, typer.Option(help="Tokens in a window of those, and of the tests.")] = 512,
     granularity: _Granularity = "headwise",
     seed: Annotated[int, typer.Option(help="For the choice of windows and rows.")] = 0,
+    keep_massive: _KeepMassive = False,
     test: _TestTexts = None,
     test_tokens: Annotated[
         int, typer.Option(help="Tokens to test on: the end of the text, which takes no part, and each --test.")
@@ -374,6 +374,7 @@ def heal(
             length=calibration_length,
             test_tokens=test_tokens,
             seed=seed,
+            keep_massive=keep_massive,
             device=device,
             overwrite=overwrite,
         )

@@ -1,17 +1,19 @@
 """
-What heals a model: sinks handed to gates first, gates that start as the identity, or no gates at all. Same tokens, loss and rates.
+What heals a model: sinks handed to gates first, gates that start as the identity, or no gates at all. Same rows, loss and rates.
 
     python benchmarks/healing.py --other FILE [--source FOLDER] [--tokens 40960] [--seeds 3] [--test-tokens 32768]
-        [--starts transfer identity none] [--bf16] [--work FOLDER] [--output FILE.json]
+        [--starts transfer transfer_massive_kept identity none] [--bf16] [--work FOLDER] [--output FILE.json]
 
 Default source: SmolLM2-135M-Instruct, dequantised from Q4_1, in float32. Text: Python's help pages, whose end is one test; `--other` names a text of
 another kind, which neither the transfer nor the healing sees. Each start is healed once a seed, which decides the windows of the transfer and the rows
 of the healing; the figures are means over seeds, with the standard deviation. Without gates the penalty on the first token's share is all that
-works against the sink. What is finished lies in `--work` and in the output, and is not done again.
+works against the sink. A transfer also makes massive activations smaller; `transfer_massive_kept` does not. All are tested in the source's format.
+What is finished lies in `--work` and in the output, and is not done again.
 """
 
 import argparse
 import gc
+import hashlib
 import json
 import re
 import shutil
@@ -20,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gated_attention import __version__, convert_checkpoint, inspect_model, transfer_sinks
 from gated_attention.conversion.checkpoint import read_checkpoint
@@ -33,6 +35,7 @@ from gated_attention.training import HealingOptions, healing_recipe, make_recipe
 from gated_attention.training.healing_rows import Mixture, write_rows
 
 
+STARTS = ("transfer", "transfer_massive_kept", "identity", "none")
 LENGTH = 512
 COPIED = (32, 256, 1024)
 STREAM = {"length": 2048, "window": 256}
@@ -50,10 +53,11 @@ def start_of(kind: str, source: Path, text: str, options: HealingOptions, folder
     if kind == "none":
         return source
     if not folder.is_dir():
-        if kind == "transfer":
-            transfer_sinks(source, folder, text, options.transfer)
+        if kind == "identity":
+            convert_checkpoint(source, folder, gate_bias=True, verify="headers")
         else:
-            convert_checkpoint(source, folder, verify="headers")
+            kept = kind == "transfer_massive_kept"
+            transfer_sinks(source, folder, text, replace(options.transfer, keep_massive=kept))
     return folder
 
 
@@ -80,24 +84,25 @@ def healed(kind: str, source: Path, text: str, options: HealingOptions, work: Pa
     return trained
 
 
-def figures_of(folder: Path, tokenizer, tests: dict[str, list[torch.Tensor]]) -> dict:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+def figures_of(folder: Path, dtype, tokenizer, tests: dict[str, list[torch.Tensor]]) -> dict:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    bos = tokenizer.bos_token_id is not None
     found = {"tests": {}}
     for name, windows in tests.items():
-        summary = inspect_model(model, [{"input_ids": window} for window in windows], ranks=False, bos=True).summary()
+        summary = inspect_model(model, [{"input_ids": window} for window in windows], ranks=False, bos=bos).summary()
         kept = {key: summary[key] for key in ROWS}
         few = windows[: LOW_BIT_TOKENS // LENGTH]
         plain = low_bit_perplexity(model, few, None).perplexity
         kept["low_bit_ratio"] = low_bit_perplexity(model, few).perplexity / plain
-        stream = torch.cat([window[:, 1:] for window in windows], dim=1)[:, : STREAM["length"] - 1]
-        stream = torch.cat([windows[0][:, :1], stream], dim=1)
+        begin = windows[0][:, : int(bos)]
+        stream = torch.cat([begin, *(window[:, int(bos) :] for window in windows)], dim=1)[:, : STREAM["length"]]
         kept["stream"] = {
             str(held): streaming_perplexity(model, stream, STREAM["window"], held).perplexity_past_window
             for held in (None, 0, 4)
         }
         found["tests"][name] = kept
     found["copying"] = {
-        str(result.distance): result.accuracy for result in copying_accuracy(model, tokenizer, COPIED, bos=True)
+        str(result.distance): result.accuracy for result in copying_accuracy(model, tokenizer, COPIED, bos=bos)
     }
     del model
     gc.collect()
@@ -111,9 +116,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40960)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--test-tokens", type=int, default=32768)
-    parser.add_argument(
-        "--starts", nargs="+", choices=("transfer", "identity", "none"), default=["transfer", "identity", "none"]
-    )
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["transfer", "identity", "none"])
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("healing-work"))
     parser.add_argument("--output", type=Path, default=Path("healing.json"))
@@ -122,29 +125,34 @@ def main() -> None:
     source = arguments.source or demo_checkpoint()
     text, text_name = default_text()
     tokenizer = AutoTokenizer.from_pretrained(source)
+    test_tokens = arguments.test_tokens // LENGTH * LENGTH
     options = HealingOptions(
-        TransferOptions(test_tokens=arguments.test_tokens, length=LENGTH), tokens=arguments.tokens, bf16=arguments.bf16
+        TransferOptions(test_tokens=test_tokens, length=LENGTH), tokens=arguments.tokens, bf16=arguments.bf16
     )
+    bos = tokenizer.bos_token_id is not None
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    end = tokenizer.decode(ids[-arguments.test_tokens :])
+    end = tokenizer.decode(ids[-test_tokens:])
     tests = {
-        f"end of {text_name}": windows_of(tokenizer, end, LENGTH, arguments.test_tokens, True)[0],
-        arguments.other.name: windows_of(tokenizer, read_text(arguments.other), LENGTH, arguments.test_tokens, True)[
-            0
-        ],
+        f"end of {text_name}": windows_of(tokenizer, end, LENGTH, test_tokens, bos)[0],
+        arguments.other.name: windows_of(tokenizer, read_text(arguments.other), LENGTH, test_tokens, bos)[0],
     }
     settings = {
         "version": __version__,
         "source": Path(source).name,
+        "other": arguments.other.name,
         "tokens": arguments.tokens,
-        "test_tokens": arguments.test_tokens,
+        "test_tokens": test_tokens,
         "bf16": arguments.bf16,
     }
+    work = (
+        arguments.work / hashlib.sha256(json.dumps([settings, str(Path(source).resolve())]).encode()).hexdigest()[:8]
+    )
     found = {"settings": settings, "runs": {}}
     if arguments.output.is_file():
         found = json.loads(arguments.output.read_text(encoding="utf-8"))
         if found["settings"] != settings:
             parser.error(f"{arguments.output} is of other settings; give another --output")
+    dtype = AutoConfig.from_pretrained(source).dtype
     runs = [("source", None)] + [(kind, seed) for seed in range(arguments.seeds) for kind in arguments.starts]
     for kind, seed in runs:
         name = kind if seed is None else f"{kind} {seed}"
@@ -154,8 +162,8 @@ def main() -> None:
             folder = source
         else:
             seeded = replace(options, transfer=replace(options.transfer, seed=seed))
-            folder = healed(kind, Path(source), text, seeded, arguments.work / str(arguments.tokens))
-        found["runs"][name] = figures_of(folder, tokenizer, tests)
+            folder = healed(kind, Path(source), text, seeded, work)
+        found["runs"][name] = figures_of(folder, dtype, tokenizer, tests)
         arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(table(found["runs"]), flush=True)
 

@@ -25,6 +25,7 @@ from gated_attention import __version__, inspect_model, transfer_sinks
 from gated_attention.conversion.sink_transfer import calibrate, gate_fit, layer_transfer, sinks
 from gated_attention.conversion.sink_transfer.calibration import calibration_windows
 from gated_attention.conversion.sink_transfer.key_edit import KeyEdit
+from gated_attention.conversion.sink_transfer.report import MassiveReport
 from gated_attention.demo import demo_checkpoint
 from gated_attention.diagnostics.inspection import windows_of
 from gated_attention.diagnostics.texts import default_text
@@ -110,11 +111,19 @@ VARIANTS = {
     "attention weight 0.02": ({"attention_weight": 0.02}, []),
     "attention weight 0.5": ({"attention_weight": 0.5}, []),
     "twice the tokens": ({"tokens": 2}, []),
+    "massive activations left": ({"keep_massive": True}, []),
 }
+SHRUNK_SOURCE = "source, its massive activations made as small"
 
 
-def figures_of(folder: Path, tests: dict[str, list[torch.Tensor]]) -> dict[str, dict]:
+def figures_of(
+    folder: Path, tests: dict[str, list[torch.Tensor]], shrunk: MassiveReport | None = None
+) -> dict[str, dict]:
     model = AutoModelForCausalLM.from_pretrained(folder)
+    if shrunk is not None:
+        with torch.no_grad():
+            for index, neurons in shrunk.neurons.items():
+                model.model.layers[index].mlp.up_proj.weight[neurons] *= shrunk.factor
     found = {}
     for name, windows in tests.items():
         summary = inspect_model(model, [{"input_ids": window} for window in windows], ranks=False).summary()
@@ -164,6 +173,9 @@ def main() -> None:
                 "tests": figures_of(Path(scratch) / "result", tests),
             }
         _show(name, results[name], results["source"])
+        if name == "as shipped" and report.massive and report.massive.factor:
+            results[SHRUNK_SOURCE] = {"tests": figures_of(source, tests, report.massive)}
+            _show(SHRUNK_SOURCE, results[SHRUNK_SOURCE], results["source"])
         if arguments.output:
             content = {
                 "settings": {
@@ -189,7 +201,8 @@ def _show(name: str, result: dict, source: dict) -> None:
     for test, figures in result["tests"].items():
         ratio = figures["perplexity"] / source["tests"][test]["perplexity"]
         parts.append(
-            f"{figures['perplexity']:8.3f} (x {ratio:.3f})  F-Attn {figures['f_attn']:.4f}  largest {figures['largest_key_share']:.4f}"
+            f"{figures['perplexity']:8.3f} (x {ratio:.3f})  F-Attn {figures['f_attn']:.4f}  largest {figures['largest_key_share']:.4f}  M-Act "
+            f"{figures['m_act']:,.0f}"
         )
     seconds = f"  {result['seconds']:.0f} s" if "seconds" in result else ""
     print(f"{name:<48}" + " | ".join(parts) + seconds, flush=True)

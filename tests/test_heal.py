@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gated_attention import GatedAttentionForCausalLM
 from gated_attention.conversion import ConversionError, NothingToTransferError
 from gated_attention.conversion.sink_transfer import TransferOptions
+from gated_attention.diagnostics.copying import ordinary_tokens
 from gated_attention.training import HealingOptions, heal, healing_recipe
 from gated_attention.training.healing_rows import copied_row, sampled_rows
 
@@ -121,8 +122,8 @@ def rows_of(path: Path) -> list[list[int]]:
     return [json.loads(line)["input_ids"] for line in path.read_text().splitlines()]
 
 
-def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
-    """And, in their shares, tokens to copy and what the source writes."""
+def stopped_healing(source: Path, target: Path, monkeypatch, **changes):
+    """The recipe of a healing that is stopped before it trains."""
     recipes = []
 
     def stopped(recipe, echo):
@@ -131,21 +132,41 @@ def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
 
     monkeypatch.setattr(sys.modules["gated_attention.training.heal"], "train", stopped)
     with pytest.raises(KeyboardInterrupt):
-        heal(planted_source, target, TEXT, options(copy_share=0.3, sampled_share=0.2), echo=lambda text: None)
-    (recipe,) = recipes
+        heal(source, target, TEXT, options(**changes), echo=lambda text: None)
+    return recipes[0]
+
+
+def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
+    """And, in their shares, tokens to copy and what the source writes."""
+    recipe = stopped_healing(planted_source, target, monkeypatch, copy_share=0.3, sampled_share=0.2)
     assert [source.weight for source in recipe.data] == [pytest.approx(0.5), 0.3, 0.2]
     of_text, copies, sampled = (rows_of(Path(source.path)) for source in recipe.data)
     assert (len(copies), len(sampled)) == (10, 7)  # of 32
     tokenizer = AutoTokenizer.from_pretrained(planted_source)
     rows = of_text + copies + sampled
-    assert {len(row) for row in rows} == {31, 32}
-    assert all(len(row) == 31 or row[0] == tokenizer.bos_token_id for row in rows)
-    assert 0.6 < sum(len(row) == 32 for row in rows) / len(rows) < 0.9
+    # All are whole rows: of others the packing would cut the next one.
+    assert {len(row) for row in rows} == {32}
+    assert 0.6 < sum(row[0] == tokenizer.bos_token_id for row in rows) / len(rows) < 0.9
     whole = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     before_test = len(whole) // 32 * 32 - 256
-    assert [token for row in of_text for token in row[-31:]] == whole[: before_test // 31 * 31]
+    for number, row in enumerate(of_text):
+        plain = row[1:] if row[0] == tokenizer.bos_token_id else row
+        assert plain == whole[number * 31 : number * 31 + len(plain)]
+    assert len(of_text) == (before_test - 32) // 31 + 1
     held_out = rows_of(Path(recipe.evaluation_data[0].path))
     assert [token for row in held_out for token in row[1:]] == whole[before_test : before_test + len(held_out) * 31]
+
+
+@pytest.mark.parametrize("lost", ["text", "copies", "sampled"])
+def test_rows_that_were_not_finished_are_written_the_same(planted_source, target, monkeypatch, lost):
+    recipe = stopped_healing(planted_source, target, monkeypatch)
+    paths = [Path(source.path) for source in recipe.data]
+    expected = [path.read_bytes() for path in paths]
+    (lost_path,) = (path for path in paths if path.stem == lost)
+    lost_path.unlink()
+    lost_path.with_suffix(".unfinished").write_text("{")
+    stopped_healing(planted_source, target, monkeypatch)
+    assert [path.read_bytes() for path in paths] == expected
 
 
 def test_sampled_rows_are_what_the_model_predicts(tmp_path):
@@ -165,32 +186,34 @@ def test_sampled_rows_are_what_the_model_predicts(tmp_path):
         model.model.norm.weight.fill_(1)
         model.lm_head.weight[follows] = 100 * codes
     source = save_source(tmp_path / "source", model)
-    vocabulary = torch.arange(5, size)
-    rows = list(sampled_rows(source, tokenizer, [1], vocabulary, 200, 12, seed=3))
-    assert rows == list(sampled_rows(source, tokenizer, [1], vocabulary, 200, 12, seed=3))
+    rows = list(sampled_rows(source, tokenizer, [1], 200, 12, seed=3))
+    assert rows == list(sampled_rows(source, tokenizer, [1], 200, 12, seed=3))
     assert (
         len(rows) == 200
-        and {row[0] for row in rows} <= set(vocabulary.tolist())
+        and {row[0] for row in rows} <= set(ordinary_tokens(tokenizer).tolist())
         and len({row[0] for row in rows}) > 30
     )
     for row in rows:
         assert row[1:] == follows[torch.tensor(row[:-1])].tolist()
 
 
-def test_copied_rows_repeat_a_passage_whose_tokens_are_all_different():
+def test_copied_rows_repeat_passages_whose_tokens_are_all_different():
     vocabulary, generator = torch.arange(100, 400), torch.Generator().manual_seed(0)
-    distances, passages = [], []
+    distances, repeated = [], 0
     for _ in range(200):
         row = copied_row(vocabulary, 64, generator)
-        assert len(row) == 64 and set(row) <= set(range(100, 400))
-        distance = row.index(row[0], 1)
-        assert len(set(row[:distance])) == distance
-        # It begins again after as many tokens as were drawn, and goes on like that.
-        passage = next((n for n in range(64 - distance) if row[distance + n] != row[n]), 64 - distance)
-        distances.append(distance)
-        passages.append(passage)
-    assert min(distances) < 12 and max(distances) > 50 and min(passages) >= 8
-    assert sum(distance < 24 for distance in distances) > 40
+        assert len(row) == 64 and set(row) <= set(vocabulary.tolist())
+        firsts = {}
+        for place, token in enumerate(row):
+            first = firsts.setdefault(token, place)
+            if first != place and row[place - 1] == row[first - 1]:
+                distances.append(place - first)
+        # No token comes three times.
+        assert all(row.count(token) <= 2 for token in row)
+        repeated += 64 - len(firsts)
+    assert min(distances) == 8 and max(distances) > 40
+    assert sum(distance < 16 for distance in distances) > 0.25 * len(distances)
+    assert 0.3 < repeated / (200 * 64) < 0.5
 
 
 def test_a_row_must_not_be_longer_than_the_vocabulary_that_is_copied(tmp_path, target):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from .._version import __version__
 from ..conversion.errors import ConversionError
 from ..conversion.places import check_places
 from ..conversion.sink_transfer.command import inspect_folders, windows_of_tests
@@ -178,7 +179,7 @@ def heal(
         check_places(source, target, options.transfer.overwrite)
         windows, bos = windows_of_tests(source, text, text_name, options.transfer, options.texts)
         mixture = Mixture(options.steps * options.batch, options.length, options.copy_share, options.sampled_share)
-        mixture.check(source)
+        mixture.check(source, text, options.transfer)
         work = _work_folder(target, source, options, text)
         transferred, trained = work / "transferred", work / "trained"
         try:
@@ -228,11 +229,21 @@ def _work_folder(target: Path, source: Path, options: HealingOptions, text: str)
     work = target.parent / f".{target.name}.healing"
     if work in source.parents:
         raise ConversionError(f"the source {source} lies where {target} is made; move it")
-    weights = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.safetensors"))
+    files = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(source.iterdir())
+        if path.suffix in (".safetensors", ".bin", ".json", ".model")
     ]
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    settings = json.dumps({"source": str(source), "weights": weights, "text": digest, **asdict(options)}, default=str)
+    settings = json.dumps(
+        {
+            "source": str(source),
+            "files": files,
+            "text": hashlib.sha256(text.encode()).hexdigest(),
+            "version": __version__,
+            **asdict(options),
+        },
+        default=str,
+    )
     kept = work / "settings.json"
     if work.is_dir() and not (kept.is_file() and kept.read_text(encoding="utf-8") == settings):
         logger.warning("%s is of other settings, and begun anew", work)

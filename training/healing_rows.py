@@ -1,10 +1,12 @@
 """The rows that a model is healed on: a text, tokens to copy, and what the source writes by itself."""
 
+import hashlib
 import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,7 +24,13 @@ WATCHED_ROWS = 8
 # Tokens of the shortest passage that is repeated, and the longest one's share of a row.
 SHORTEST_PASSAGE = 8
 LONGEST_PASSAGE = 0.4
-SAMPLED_AT_ONCE = 128
+# Tokens that are held at once while rows are sampled.
+SAMPLED_AT_ONCE = 32768
+
+
+@cache
+def _vocabulary(tokenizer) -> torch.Tensor:
+    return ordinary_tokens(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -45,13 +53,26 @@ class Mixture:
     def number(self, share: float) -> int:
         return math.ceil(share * self.rows)
 
-    def check(self, source: Path) -> None:
+    def check(self, source: Path, text: str, transfer: TransferOptions) -> None:
         """
+        Find out before the work what there is too little of.
+
         Raises:
-            [`ConversionError`]: the vocabulary is too small for a row to copy.
+            [`ConversionError`]: the text or its test has no row of this length, or the vocabulary is too small for a row to copy.
+            `InspectionError`: the vocabulary has no token that is a piece of text.
         """
-        number = len(ordinary_tokens(load_tokenizer(source))) if self.copy_share else self.length
-        if number < self.length:
+        tokenizer = load_tokenizer(source)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        test = transfer.length * windows_before_test(len(ids), transfer.length, transfer.test_tokens)
+        for name, number in (("before its test", test), ("in its test", len(ids) - test)):
+            if number < self.length:
+                raise ConversionError(
+                    f"`length` must be at most {number}: the text has so many tokens {name}; got {self.length}. Give a longer text"
+                )
+        if not (self.copy_share or self.sampled_share):
+            return
+        number = len(_vocabulary(tokenizer))
+        if self.copy_share and number < self.length:
             raise ConversionError(
                 f"`length` must be at most {number} with a `copy_share`: {source} has so many ordinary tokens, and none is drawn twice in a "
                 f"row; got {self.length}"
@@ -80,33 +101,43 @@ def write_rows(
     test = transfer.length * windows_before_test(len(ids), transfer.length, transfer.test_tokens)
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     inside = mixture.length - len(begin)
-    generator = torch.Generator().manual_seed(transfer.seed)
 
-    def with_bos(rows: Iterable[list[int]], share: float) -> Iterator[list[int]]:
+    def with_bos(rows: Iterable[list[int]], kind: str) -> Iterator[list[int]]:
+        # Each kind has its draws, so that a file that is there already changes nothing in the others. All rows are of one length: shorter
+        # ones would be filled up with the next one's beginning.
+        generator = torch.Generator().manual_seed(_seed(transfer.seed, kind, "bos"))
         for row in rows:
-            yield begin + row if torch.rand((), generator=generator).item() < share else row
+            has_bos = torch.rand((), generator=generator).item() < transfer.bos_share
+            yield ((begin if has_bos else []) + row)[: mixture.length]
 
-    def cut(start: int, end: int) -> Iterator[list[int]]:
-        return (ids[place : place + inside] for place in range(start, end - inside + 1, inside))
-
-    kinds = {"text": (1 - mixture.copy_share - mixture.sampled_share, with_bos(cut(0, test), transfer.bos_share))}
-    vocabulary = ordinary_tokens(tokenizer) if mixture.copy_share or mixture.sampled_share else None
+    kinds = {"text": (1 - mixture.copy_share - mixture.sampled_share, _cut(ids, 0, test, mixture.length, inside))}
     if mixture.copy_share:
-        copied = (copied_row(vocabulary, inside, generator) for _ in range(mixture.number(mixture.copy_share)))
-        kinds["copies"] = (mixture.copy_share, with_bos(copied, transfer.bos_share))
+        generator = torch.Generator().manual_seed(_seed(transfer.seed, "copies"))
+        number = mixture.number(mixture.copy_share)
+        copied = (copied_row(_vocabulary(tokenizer), mixture.length, generator) for _ in range(number))
+        kinds["copies"] = (mixture.copy_share, copied)
     if mixture.sampled_share:
         number = mixture.number(mixture.sampled_share)
-        sampled = sampled_rows(source, tokenizer, begin, vocabulary, number, inside, transfer.seed, transfer.device)
-        kinds["sampled"] = (mixture.sampled_share, with_bos(sampled, transfer.bos_share))
+        sampled = sampled_rows(source, tokenizer, begin, number, mixture.length, transfer.seed, transfer.device)
+        kinds["sampled"] = (mixture.sampled_share, sampled)
     data = []
     for name, (share, rows) in kinds.items():
         path = folder / f"{name}.jsonl"
-        _write(path, rows)
+        _write(path, with_bos(rows, name))
         data.append({"path": str(path), "column": "input_ids", "weight": share})
     held_out = folder / "held_out.jsonl"
-    watched = itertools.islice(cut(test, len(ids)), WATCHED_ROWS)
+    watched = itertools.islice(_cut(ids, test, len(ids), inside, inside), WATCHED_ROWS)
     _write(held_out, (begin + row for row in watched))
     return data, held_out
+
+
+def _cut(ids: list[int], start: int, end: int, length: int, step: int) -> Iterator[list[int]]:
+    return (ids[place : place + length] for place in range(start, end - length + 1, step))
+
+
+def _seed(seed: int, *names: str) -> int:
+    """A seed of its own for each purpose."""
+    return int.from_bytes(hashlib.sha256(repr((seed, *names)).encode()).digest()[:7], "big")
 
 
 def _write(path: Path, rows: Iterable[list[int]]) -> None:
@@ -124,7 +155,6 @@ def sampled_rows(
     source: Path,
     tokenizer,
     begin: list[int],
-    vocabulary: torch.Tensor,
     number: int,
     length: int,
     seed: int = 0,
@@ -138,12 +168,13 @@ def sampled_rows(
         source (`Path`): Folder of the model.
         tokenizer: Its tokenizer. Token ids that it does not have, by which models fill up their vocabulary, are not drawn.
         begin (`list[int]`): BOS, which stands before each row and is left out of it; or nothing.
-        vocabulary (`torch.LongTensor` of shape `(tokens,)`): Ids that first tokens are drawn from.
         number, length (`int`): Rows, and tokens in each. They go on past the end of a text.
         seed (`int`): The same seed gives the same rows.
         device: Where the model runs.
     """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(device).eval()
+    vocabulary = _vocabulary(tokenizer)
+    unknown = set(range(model.config.get_text_config().vocab_size)).difference(tokenizer.get_vocab().values())
     # Not what its own generation config would fill in; and none of its ends.
     model.generation_config = GenerationConfig(
         do_sample=True,
@@ -152,7 +183,7 @@ def sampled_rows(
         top_p=1.0,
         max_new_tokens=length - 1,
         pad_token_id=0,
-        suppress_tokens=list(range(len(tokenizer), model.config.get_text_config().vocab_size)) or None,
+        suppress_tokens=sorted(unknown) or None,
     )
     with (
         torch.random.fork_rng(devices=[]),
@@ -160,7 +191,7 @@ def sampled_rows(
     ):
         torch.manual_seed(seed)
         firsts = vocabulary[torch.randint(len(vocabulary), (number,))]
-        for drawn in firsts.split(SAMPLED_AT_ONCE):
+        for drawn in firsts.split(max(1, SAMPLED_AT_ONCE // length)):
             prompts = torch.cat([torch.tensor(begin, dtype=torch.long).expand(len(drawn), -1), drawn[:, None]], dim=1)
             prompts = prompts.to(model.device)
             rows = model.generate(prompts, attention_mask=torch.ones_like(prompts))[:, len(begin) :].tolist()
@@ -170,23 +201,24 @@ def sampled_rows(
 
 def copied_row(vocabulary: torch.Tensor, length: int, generator: torch.Generator) -> list[int]:
     """
-    Random tokens, none drawn twice, that begin again and again: the work of induction heads. Short passages and long ones, repeated at once or
-    much later, are about as frequent as each other on a logarithmic scale.
+    Random tokens, none drawn twice, passages of which come again: the work of induction heads. Half of the passages are repeated at
+    once, the others after tokens of their own; short passages and short distances are about as frequent as long ones, on a logarithmic scale.
 
     Args:
         vocabulary (`torch.LongTensor` of shape `(tokens,)`): Ids to draw from, at least `length`.
-        length (`int`): Tokens in the row.
-        generator (`torch.Generator`): Draws the tokens, the length of the passage and the distance to its repeat.
+        length (`int`): Tokens in the row, at least 16.
+        generator (`torch.Generator`): Draws the tokens and the lengths.
     """
 
     def between(least: int, most: int) -> int:
-        share = torch.rand((), generator=generator).item()
-        return round(least * (max(most, least) / least) ** share)
+        return round(least * (max(most, least) / least) ** torch.rand((), generator=generator).item())
 
-    passage = between(min(SHORTEST_PASSAGE, length // 2), int(length * LONGEST_PASSAGE))
-    distance = between(passage, length - passage)
-    drawn = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:distance]].tolist()
-    row = drawn + drawn[:passage]
+    drawn = vocabulary[torch.randperm(len(vocabulary), generator=generator)[:length]].tolist()
+    row: list[int] = []
     while len(row) < length:
-        row += row[-distance:]
+        passage = between(SHORTEST_PASSAGE, int(length * LONGEST_PASSAGE))
+        at_once = torch.rand((), generator=generator).item() < 0.5
+        gap = 0 if at_once else between(1, length - 2 * passage)
+        block, drawn = drawn[: passage + gap], drawn[passage + gap :]
+        row += block + block[:passage]
     return row[:length]

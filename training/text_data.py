@@ -153,6 +153,7 @@ class Documents:
         self.records, self.tokenizer = records, tokenizer
         self.epoch = 0
         self.length, self.long_records = recipe.length, recipe.long_records or "split"
+        self.last_id = max(tokenizer.get_vocab().values())
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -178,10 +179,11 @@ class Documents:
     def _ids(self, number: int, record: dict) -> list[int]:
         ids = record.get("input_ids")  # of several sources one may have these and another text
         if ids is not None:
-            if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
+            unknown = next((token for token in ids if token is None or not 0 <= token <= self.last_id), 0)
+            if unknown != 0:
                 raise RecipeError(
-                    f"record {number} has the token id {min(ids) if min(ids) < 0 else max(ids)}, and the tokenizer has those from 0 to "
-                    f"{len(self.tokenizer) - 1}: it was made with another one"
+                    f"record {number} has the token id {unknown}, and the tokenizer has those from 0 to {self.last_id}: it was made with "
+                    "another one"
                 )
             return ids
         text = record["text"]

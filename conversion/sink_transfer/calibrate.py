@@ -76,7 +76,7 @@ def calibrate(
     windows, length = calibration.input_ids.shape
     held_out = slice(calibration.fitted, None)
     reports = []
-    trial = None if keep_massive else ShrinkTrial()
+    trial = None if keep_massive else ShrinkTrial(lambda states, name: _states(states, scratch, name))
     with torch.no_grad():
         position_embeddings = source.position_embeddings(length)
         before = _states(source.embed(calibration.input_ids), scratch, "before.bin")
@@ -108,7 +108,7 @@ def calibrate(
                 outcome = "transferred" if fit.gates.error <= LARGEST_ERROR * moved else "error"
             if outcome == "transferred" and after is before:
                 after = _states(before, scratch, "after.bin")
-            entering = after[held_out].clone() if trial else None
+            entering = after[held_out].clone() if trial and not trial.states else None
             with trial.watching(layer) if trial and after is before else nullcontext():
                 activations = [_run(layer, before, position_embeddings, calibration.fitted)]
             if outcome == "transferred":
@@ -126,6 +126,7 @@ def calibrate(
                     layer,
                     position_embeddings,
                     entering,
+                    dtypes,
                     lambda layer, states: _run(layer, states, position_embeddings, fitted=0),
                 )
             if on_layer is not None:
@@ -152,7 +153,7 @@ def calibrate(
 
         perplexity = perplexity_after(before[held_out]), perplexity_after(after[held_out])
         massive = None
-        if trial and trial.neurons:
+        if trial and trial.neurons and any(report.outcome == "transferred" for report in reports):
             tried = {factor: perplexity_after(states) for factor, states in trial.states.items()}
             massive = MassiveReport.of(trial.neurons, tried, perplexity[1] * LARGEST_RISE)
         if massive is not None and massive.factor is not None:
@@ -160,7 +161,8 @@ def calibrate(
             reports = [_with_shrunk(report, trial.layers[massive.factor]) for report in reports]
             for index, neurons in massive.neurons.items():
                 if on_layer is not None:
-                    tensors = shrunk_tensors(source.layer(index), neurons, massive.factor)
+                    layer = source.layer(index)
+                    tensors = shrunk_tensors(layer, neurons, massive.factor, _formats(checkpoint, layer, index))
                     on_layer(index, {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()})
     return TransferReport(
         settings=TransferSettings(
@@ -175,6 +177,7 @@ def calibrate(
             windows=windows,
             seed=seed,
             attention_weight=attention_weight,
+            keep_massive=keep_massive,
             versions=package_versions(),
         ),
         layers=reports,

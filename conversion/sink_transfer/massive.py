@@ -5,7 +5,8 @@ They are written into a sink's hidden state by very few neurons of one layer's M
 2402.17762 found them, 2410.13835 their circuit). What later layers see of them is a direction, since every layer normalises what it reads;
 in the source the size matters too, because it is what makes the direction pure, and the sink depends on that. After a transfer
 nothing does, and the same few rows of `up_proj` can be made smaller: a SwiGLU neuron's output is linear in its row, so all
-other tokens, on which these neurons hardly fire, keep their states.
+other tokens, on which these neurons hardly fire, keep their states. All are multiplied by one factor, so that what is taken out again
+still is what was written.
 """
 
 import math
@@ -24,8 +25,8 @@ from .opened_attention import OpenedAttention, sink_shares
 LEAST_EXCESS = 10.0
 LEAST_REMOVED = 1.0
 LEAST_CONTRAST = 20.0
-# Sizes that are tried, in typical largest activations.
-SIZES = (2.0, 4.0, 8.0)
+# Sizes that are tried, in typical largest activations of the layer that writes: later layers' may be much larger.
+SIZES = (2.0, 4.0, 8.0, 16.0, 32.0)
 # The smallest one counts that raises the perplexity of the held-out tokens by no more than this.
 LARGEST_RISE = 1.005
 
@@ -44,13 +45,17 @@ class ShrinkTrial:
     Follows the held-out windows through the converted layers once more, with the neurons that write massive activations made smaller by
     each of a few factors.
 
+    Args:
+        allocate: Makes a copy of states, which may lie in a file of a given name.
+
     Attributes:
         neurons: Indices of the MLP neurons that write massive activations or take them out again, by layer, as far as layers were seen.
         states: For each factor the held-out windows, `(windows, length, hidden_size)`; empty until a layer writes.
         layers: For each factor the layers' figures, from the first one that writes on.
     """
 
-    def __init__(self):
+    def __init__(self, allocate: Callable[[torch.Tensor, str], torch.Tensor] = lambda states, name: states.clone()):
+        self._allocate = allocate
         self.neurons: dict[int, list[int]] = {}
         self.states: dict[float, torch.Tensor] = {}
         self.layers: dict[float, dict[int, ShrunkLayer]] = {}
@@ -75,7 +80,8 @@ class ShrinkTrial:
         index: int,
         layer: GatedAttentionDecoderLayer,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        entering: torch.Tensor,
+        entering: torch.Tensor | None,
+        dtypes: dict[str, torch.dtype],
         run: Callable[[GatedAttentionDecoderLayer, torch.Tensor], float],
     ) -> None:
         """
@@ -84,24 +90,31 @@ class ShrinkTrial:
         Args:
             index, layer: The converted layer; left as it is.
             position_embeddings: Cosines and sines of RoPE.
-            entering (`torch.Tensor` of shape `(windows, length, hidden_size)`): What the layer gets with nothing made smaller.
+            entering (`torch.Tensor` of shape `(windows, length, hidden_size)`): What the layer gets with nothing made smaller; not
+                needed once there are `states`.
+            dtypes: Format that the checkpoint keeps each tensor in, by its name in the layer.
             run: Takes states through a layer, in place, and returns the largest |state|.
         """
         found = self._watch.neurons(after_writer=bool(self.neurons))
         if found:
             self.neurons[index] = found
             if not self.states:
-                self.states = {factor: entering.clone() for factor in factors_for(self._watch.largest_ratio)}
+                ratio = self._watch.on_massive[found].max().item() / self._watch.typical_size
+                self.states = {
+                    factor: self._allocate(entering, f"shrunk_{factor}.bin") for factor in factors_for(ratio)
+                }
                 self.layers = {factor: {} for factor in self.states}
         for factor, states in self.states.items():
-            with self._shrunk(index, layer, factor):
+            with self._shrunk(index, layer, factor, dtypes):
                 shares = sink_shares(OpenedAttention(layer, position_embeddings), states)
                 m_act = run(layer, states)
             self.layers[factor][index] = ShrunkLayer(shares.first.mean().item(), shares.largest.mean().item(), m_act)
 
     @contextmanager
-    def _shrunk(self, index: int, layer: GatedAttentionDecoderLayer, factor: float) -> Iterator[None]:
-        changed = shrunk_tensors(layer, self.neurons.get(index, []), factor)
+    def _shrunk(
+        self, index: int, layer: GatedAttentionDecoderLayer, factor: float, dtypes: dict[str, torch.dtype]
+    ) -> Iterator[None]:
+        changed = shrunk_tensors(layer, self.neurons.get(index, []), factor, dtypes)
         kept = {name: layer.get_parameter(name).clone() for name in changed}
         try:
             layer.load_state_dict(changed, strict=False)
@@ -112,8 +125,8 @@ class ShrinkTrial:
 
 def factors_for(ratio: float) -> list[float]:
     """
-    What neurons could be multiplied by whose largest activation is `ratio` typical ones, the greatest change first. Powers of two, with
-    which a product is exact in every format.
+    What neurons could be multiplied by that write `ratio` typical activations, the greatest change first. Powers of two, with which a
+    product of float32 or bfloat16 is exact.
     """
     exponents = {math.floor(math.log2(ratio / size)) for size in SIZES}
     return [2.0**-exponent for exponent in sorted(exponents, reverse=True) if exponent > 0]
@@ -128,7 +141,6 @@ class LayerWatch:
         self.on_massive = torch.zeros_like(self.reach)
         self.elsewhere = torch.zeros_like(self.reach)
         self.typical: list[float] = []
-        self.largest_ratio = 0.0
         self._activations: torch.Tensor | None = None
 
     def see_neurons(self, module, inputs) -> None:
@@ -144,23 +156,28 @@ class LayerWatch:
             if rows.any():
                 torch.maximum(largest, written[rows].amax(0), out=largest)
         self.typical.append(typical)
-        self.largest_ratio = max(self.largest_ratio, sizes.max().item() / max(typical, 1e-12))
+
+    @property
+    def typical_size(self) -> float:
+        """The largest activation of a typical token of a typical window."""
+        return max(sorted(self.typical)[len(self.typical) // 2], 1e-12)
 
     def neurons(self, after_writer: bool) -> list[int]:
         """Those that qualify; before the first layer that writes, none can take anything out."""
-        typical = sorted(self.typical)[len(self.typical) // 2]
         least = LEAST_REMOVED if after_writer else LEAST_EXCESS
         contrast = self.on_massive > LEAST_CONTRAST * self.elsewhere
-        return torch.nonzero(contrast & (self.on_massive > least * typical)).flatten().tolist()
+        return torch.nonzero(contrast & (self.on_massive > least * self.typical_size)).flatten().tolist()
 
 
-def shrunk_tensors(layer: GatedAttentionDecoderLayer, neurons: list[int], factor: float) -> dict[str, torch.Tensor]:
-    """The tensors of a layer that change when neurons are multiplied by a factor, by their name in it."""
+def shrunk_tensors(
+    layer: GatedAttentionDecoderLayer, neurons: list[int], factor: float, dtypes: dict[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a layer that change when neurons are multiplied by a factor, by their name in it, as their formats keep them."""
     if not neurons:
         return {}
     changed = {"mlp.up_proj.weight": layer.mlp.up_proj.weight.clone()}
     if layer.mlp.up_proj.bias is not None:
         changed["mlp.up_proj.bias"] = layer.mlp.up_proj.bias.clone()
-    for tensor in changed.values():
-        tensor[neurons] *= factor
+    for name, tensor in changed.items():
+        tensor[neurons] = (tensor[neurons] * factor).to(dtypes[name]).to(tensor.dtype)
     return changed

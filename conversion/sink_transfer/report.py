@@ -27,6 +27,7 @@ class TransferSettings:
         seed: For the choice of windows.
         attention_weight: What attention that is left on sinks costs against error.
         versions: Of the packages.
+        keep_massive: Whether massive activations were to stay as large as they are.
     """
 
     source: str
@@ -41,6 +42,7 @@ class TransferSettings:
     seed: int
     attention_weight: float
     versions: dict[str, str]
+    keep_massive: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class TransferReport:
         layers: One entry a layer.
         perplexity: Before and after, on the held-out windows.
         seconds: Time of the calibration.
-        massive: What was done about massive activations; None if there are none that few neurons write.
+        massive: What was done about massive activations; None if nothing: there are none that few neurons write, they were to stay, or no
+            sink was transferred.
         tests: Figures of the written checkpoint on texts that took no part, if they were asked for: by name of the text a
             list of the source's and the result's summary.
     """
