@@ -113,7 +113,10 @@ def test_sink_is_transferred(smollm2, tmp_path):
     assert set(range(12, 30)) <= set(report.transferred) and 0 not in report.transferred
     # Two neurons write most of the massive activations; others take them out again.
     assert report.massive.neurons[11] == [1229, 1487] and 678 in report.massive.neurons[28]
-    assert report.m_act[0] > 14_000 and report.m_act[1] < report.m_act[0] / 15
+    # How small they may be made is for the held-out tokens to say, which are few here.
+    smallest = min(report.massive.tried, key=report.massive.tried.get)
+    assert report.massive.tried[smallest] < 1.03 * report.perplexity[1]
+    assert report.m_act[0] > 14_000
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "transferred")
     found = inspect_text(
         model, AutoTokenizer.from_pretrained(smollm2), text, length=256, tokens=2048, bos=True, ranks=False
