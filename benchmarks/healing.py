@@ -26,13 +26,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gated_attention import __version__, convert_checkpoint, inspect_model, transfer_sinks
 from gated_attention.conversion.checkpoint import read_checkpoint
+from gated_attention.conversion.places import TRAINING_RESULTS_FILE
 from gated_attention.conversion.sink_transfer import TransferOptions
+from gated_attention.conversion.sink_transfer.command import windows_of_tests
 from gated_attention.demo import demo_checkpoint
 from gated_attention.diagnostics import copying_accuracy, low_bit_perplexity, streaming_perplexity
-from gated_attention.diagnostics.inspection import windows_of
-from gated_attention.diagnostics.texts import default_text, read_text
+from gated_attention.diagnostics.texts import default_text
 from gated_attention.training import HealingOptions, healing_recipe, make_recipe, train
-from gated_attention.training.healing_rows import Mixture, write_rows
+from gated_attention.training.healing_rows import HealingRows
 
 
 STARTS = ("transfer", "transfer_massive_kept", "identity", "none")
@@ -71,13 +72,12 @@ def healed(kind: str, source: Path, text: str, options: HealingOptions, work: Pa
     seed = options.transfer.seed
     rows, trained = work / f"rows-{seed}", work / f"{kind}-{seed}"
     rows.mkdir(parents=True, exist_ok=True)
-    mixture = Mixture(options.steps * options.batch, options.length, options.copy_share, options.sampled_share)
-    data, held_out = write_rows(source, text, mixture, options.transfer, rows)
+    data, held_out = HealingRows(source, text, options.mixture, options.transfer).write(rows)
     start = start_of(kind, source, text, options, work / f"{kind}-start-{seed}")
     settings = healing_recipe(str(source), str(start), data, str(held_out), str(trained), options)
     names = list(read_checkpoint(start).tensors)
     settings["parameter_groups"] = [group for group in settings["parameter_groups"] if fits(group["pattern"], names)]
-    if not (trained / "training_results.json").is_file():
+    if not (trained / TRAINING_RESULTS_FILE).is_file():
         train(make_recipe(settings | {"resume_from_checkpoint": "auto", "diagnostics": {"every": 0}}))
     for checkpoint in trained.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
@@ -122,31 +122,23 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("healing.json"))
     arguments = parser.parse_args()
 
-    source = arguments.source or demo_checkpoint()
+    source = Path(arguments.source or demo_checkpoint())
     text, text_name = default_text()
     tokenizer = AutoTokenizer.from_pretrained(source)
     test_tokens = arguments.test_tokens // LENGTH * LENGTH
     options = HealingOptions(
         TransferOptions(test_tokens=test_tokens, length=LENGTH), tokens=arguments.tokens, bf16=arguments.bf16
     )
-    bos = tokenizer.bos_token_id is not None
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    end = tokenizer.decode(ids[-test_tokens:])
-    tests = {
-        f"end of {text_name}": windows_of(tokenizer, end, LENGTH, test_tokens, bos)[0],
-        arguments.other.name: windows_of(tokenizer, read_text(arguments.other), LENGTH, test_tokens, bos)[0],
-    }
+    tests, _ = windows_of_tests(source, text, text_name, options.transfer, [arguments.other])
     settings = {
         "version": __version__,
-        "source": Path(source).name,
+        "source": source.name,
         "other": arguments.other.name,
         "tokens": arguments.tokens,
         "test_tokens": test_tokens,
         "bf16": arguments.bf16,
     }
-    work = (
-        arguments.work / hashlib.sha256(json.dumps([settings, str(Path(source).resolve())]).encode()).hexdigest()[:8]
-    )
+    work = arguments.work / hashlib.sha256(json.dumps([settings, str(source.resolve())]).encode()).hexdigest()[:8]
     found = {"settings": settings, "runs": {}}
     if arguments.output.is_file():
         found = json.loads(arguments.output.read_text(encoding="utf-8"))
@@ -162,7 +154,7 @@ def main() -> None:
             folder = source
         else:
             seeded = replace(options, transfer=replace(options.transfer, seed=seed))
-            folder = healed(kind, Path(source), text, seeded, work)
+            folder = healed(kind, source, text, seeded, work)
         found["runs"][name] = figures_of(folder, dtype, tokenizer, tests)
         arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(table(found["runs"]), flush=True)

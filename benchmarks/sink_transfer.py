@@ -25,6 +25,7 @@ from gated_attention import __version__, inspect_model, transfer_sinks
 from gated_attention.conversion.sink_transfer import calibrate, gate_fit, layer_transfer, sinks
 from gated_attention.conversion.sink_transfer.calibration import calibration_windows
 from gated_attention.conversion.sink_transfer.key_edit import KeyEdit
+from gated_attention.conversion.sink_transfer.massive import shrunk_tensors
 from gated_attention.conversion.sink_transfer.report import MassiveReport
 from gated_attention.demo import demo_checkpoint
 from gated_attention.diagnostics.inspection import windows_of
@@ -121,9 +122,10 @@ def figures_of(
 ) -> dict[str, dict]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     if shrunk is not None:
-        with torch.no_grad():
-            for index, neurons in shrunk.neurons.items():
-                model.model.layers[index].mlp.up_proj.weight[neurons] *= shrunk.factor
+        for index, neurons in shrunk.neurons.items():
+            layer = model.model.layers[index].requires_grad_(False)
+            dtypes = {name: parameter.dtype for name, parameter in layer.named_parameters()}
+            layer.load_state_dict(shrunk_tensors(layer, neurons, shrunk.factor, dtypes), strict=False)
     found = {}
     for name, windows in tests.items():
         summary = inspect_model(model, [{"input_ids": window} for window in windows], ranks=False).summary()

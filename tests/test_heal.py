@@ -186,11 +186,12 @@ def test_sampled_rows_are_what_the_model_predicts(tmp_path):
         model.model.norm.weight.fill_(1)
         model.lm_head.weight[follows] = 100 * codes
     source = save_source(tmp_path / "source", model)
-    rows = list(sampled_rows(source, tokenizer, [1], 200, 12, seed=3))
-    assert rows == list(sampled_rows(source, tokenizer, [1], 200, 12, seed=3))
+    vocabulary = ordinary_tokens(tokenizer)
+    rows = list(sampled_rows(source, tokenizer, [1], vocabulary, 200, 12, seed=3))
+    assert rows == list(sampled_rows(source, tokenizer, [1], vocabulary, 200, 12, seed=3))
     assert (
         len(rows) == 200
-        and {row[0] for row in rows} <= set(ordinary_tokens(tokenizer).tolist())
+        and {row[0] for row in rows} <= set(vocabulary.tolist())
         and len({row[0] for row in rows}) > 30
     )
     for row in rows:

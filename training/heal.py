@@ -20,11 +20,10 @@ from ..conversion.sink_transfer.command import inspect_folders, windows_of_tests
 from ..conversion.sink_transfer.transfer import REPORT_FILE, TransferOptions, transfer_sinks
 from ..conversion.staging import exclusive, staged_folder
 from ..diagnostics.command import LoadOptions
-from ..diagnostics.errors import InspectionError
 from ..diagnostics.report import aligned, card_section, settings_line, summary_rows
 from ..diagnostics.results import Inspection
 from .errors import RecipeError
-from .healing_rows import Mixture, write_rows
+from .healing_rows import HealingRows, Mixture
 from .outputs import RESULTS_FILE, write_card, write_results
 from .recipe import make_recipe
 from .run import train
@@ -98,6 +97,11 @@ class HealingOptions:
     @property
     def steps(self) -> int:
         return self.tokens // (self.length * self.batch)
+
+    @property
+    def mixture(self) -> Mixture:
+        """The rows of all steps."""
+        return Mixture(self.steps * self.batch, self.length, self.copy_share, self.sampled_share)
 
 
 def healing_recipe(
@@ -178,17 +182,16 @@ def heal(
     with exclusive(target):
         check_places(source, target, options.transfer.overwrite)
         windows, bos = windows_of_tests(source, text, text_name, options.transfer, options.texts)
-        mixture = Mixture(options.steps * options.batch, options.length, options.copy_share, options.sampled_share)
-        mixture.check(source, text, options.transfer)
+        rows = HealingRows(source, text, options.mixture, options.transfer)
         work = _work_folder(target, source, options, text)
         transferred, trained = work / "transferred", work / "trained"
         try:
             if not transferred.is_dir():
                 echo(transfer_sinks(source, transferred, text, options.transfer, text_name=text_name).describe())
-        except (ConversionError, InspectionError):
+        except ConversionError:
             shutil.rmtree(work)
             raise
-        data, held_out = write_rows(source, text, mixture, options.transfer, work)
+        data, held_out = rows.write(work)
         settings = healing_recipe(str(source), str(transferred), data, str(held_out), str(trained), options)
         recipe = make_recipe(settings | {"resume_from_checkpoint": "auto"})
         try:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,11 +27,6 @@ LONGEST_PASSAGE = 0.4
 SAMPLED_AT_ONCE = 32768
 
 
-@cache
-def _vocabulary(tokenizer) -> torch.Tensor:
-    return ordinary_tokens(tokenizer)
-
-
 @dataclass(frozen=True)
 class Mixture:
     """
@@ -50,40 +44,10 @@ class Mixture:
     copy_share: float
     sampled_share: float
 
-    def number(self, share: float) -> int:
-        return math.ceil(share * self.rows)
 
-    def check(self, source: Path, text: str, transfer: TransferOptions) -> None:
-        """
-        Find out before the work what there is too little of.
-
-        Raises:
-            [`ConversionError`]: the text or its test has no row of this length, or the vocabulary is too small for a row to copy.
-            `InspectionError`: the vocabulary has no token that is a piece of text.
-        """
-        tokenizer = load_tokenizer(source)
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        test = transfer.length * windows_before_test(len(ids), transfer.length, transfer.test_tokens)
-        for name, number in (("before its test", test), ("in its test", len(ids) - test)):
-            if number < self.length:
-                raise ConversionError(
-                    f"`length` must be at most {number}: the text has so many tokens {name}; got {self.length}. Give a longer text"
-                )
-        if not (self.copy_share or self.sampled_share):
-            return
-        number = len(_vocabulary(tokenizer))
-        if self.copy_share and number < self.length:
-            raise ConversionError(
-                f"`length` must be at most {number} with a `copy_share`: {source} has so many ordinary tokens, and none is drawn twice in a "
-                f"row; got {self.length}"
-            )
-
-
-def write_rows(
-    source: Path, text: str, mixture: Mixture, transfer: TransferOptions, folder: Path
-) -> tuple[list[dict], Path]:
+class HealingRows:
     """
-    Write the rows as token ids, so that what is repeated is repeated token for token. What is there already from an earlier try is kept.
+    Rows of token ids, so that what is repeated is repeated token for token. What there is too little of is found out when this is made.
 
     Args:
         source (`Path`): Folder of the source.
@@ -91,44 +55,73 @@ def write_rows(
             text would have it once.
         mixture ([`Mixture`]): What is wanted.
         transfer ([`TransferOptions`]): Which part of the text is for the test, the share of rows with BOS, the seed, the device.
-        folder (`Path`): Where they are written.
 
-    Returns:
-        `data` of a recipe, and a file with some rows of the test, to watch.
+    Raises:
+        [`ConversionError`]: the text or its test has no row of this length, or the vocabulary is too small for a row to copy.
+        `InspectionError`: the vocabulary has no token that is a piece of text.
     """
-    tokenizer = load_tokenizer(source)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    test = transfer.length * windows_before_test(len(ids), transfer.length, transfer.test_tokens)
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    inside = mixture.length - len(begin)
 
-    def with_bos(rows: Iterable[list[int]], kind: str) -> Iterator[list[int]]:
-        # Each kind has its draws, so that a file that is there already changes nothing in the others. All rows are of one length: shorter
-        # ones would be filled up with the next one's beginning.
-        generator = torch.Generator().manual_seed(_seed(transfer.seed, kind, "bos"))
-        for row in rows:
-            has_bos = torch.rand((), generator=generator).item() < transfer.bos_share
-            yield ((begin if has_bos else []) + row)[: mixture.length]
+    def __init__(self, source: Path, text: str, mixture: Mixture, transfer: TransferOptions):
+        self.source, self.mixture, self.transfer = source, mixture, transfer
+        self.tokenizer = load_tokenizer(source)
+        self.ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        self.test = transfer.length * windows_before_test(len(self.ids), transfer.length, transfer.test_tokens)
+        length = mixture.length
+        for name, number in (("before its test", self.test), ("in its test", len(self.ids) - self.test)):
+            if number < length:
+                raise ConversionError(
+                    f"`length` must be at most {number}: the text has so many tokens {name}; got {length}. Give a longer text"
+                )
+        self.vocabulary = (
+            ordinary_tokens(self.tokenizer) if mixture.copy_share or mixture.sampled_share else torch.empty(0)
+        )
+        if mixture.copy_share and len(self.vocabulary) < length:
+            raise ConversionError(
+                f"`length` must be at most {len(self.vocabulary)} with a `copy_share`: {source} has so many ordinary tokens, and none is drawn "
+                f"twice in a row; got {length}"
+            )
 
-    kinds = {"text": (1 - mixture.copy_share - mixture.sampled_share, _cut(ids, 0, test, mixture.length, inside))}
-    if mixture.copy_share:
-        generator = torch.Generator().manual_seed(_seed(transfer.seed, "copies"))
-        number = mixture.number(mixture.copy_share)
-        copied = (copied_row(_vocabulary(tokenizer), mixture.length, generator) for _ in range(number))
-        kinds["copies"] = (mixture.copy_share, copied)
-    if mixture.sampled_share:
-        number = mixture.number(mixture.sampled_share)
-        sampled = sampled_rows(source, tokenizer, begin, number, mixture.length, transfer.seed, transfer.device)
-        kinds["sampled"] = (mixture.sampled_share, sampled)
-    data = []
-    for name, (share, rows) in kinds.items():
-        path = folder / f"{name}.jsonl"
-        _write(path, with_bos(rows, name))
-        data.append({"path": str(path), "column": "input_ids", "weight": share})
-    held_out = folder / "held_out.jsonl"
-    watched = itertools.islice(_cut(ids, test, len(ids), inside, inside), WATCHED_ROWS)
-    _write(held_out, (begin + row for row in watched))
-    return data, held_out
+    def write(self, folder: Path) -> tuple[list[dict], Path]:
+        """
+        Write them. What is there already from an earlier try is kept.
+
+        Returns:
+            `data` of a recipe, and a file with some rows of the test, to watch.
+        """
+        mixture, seed = self.mixture, self.transfer.seed
+        begin = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        inside = mixture.length - len(begin)
+
+        def with_bos(rows: Iterable[list[int]], kind: str) -> Iterator[list[int]]:
+            # Each kind has its draws, so that a file that is there already changes nothing in the others. All rows are of one length:
+            # shorter ones would be filled up with the next one's beginning.
+            generator = torch.Generator().manual_seed(_seed(seed, kind, "bos"))
+            for row in rows:
+                has_bos = torch.rand((), generator=generator).item() < self.transfer.bos_share
+                yield ((begin if has_bos else []) + row)[: mixture.length]
+
+        of_text = _cut(self.ids, 0, self.test, mixture.length, inside)
+        kinds = {"text": (1 - mixture.copy_share - mixture.sampled_share, of_text)}
+        if mixture.copy_share:
+            generator = torch.Generator().manual_seed(_seed(seed, "copies"))
+            number = math.ceil(mixture.copy_share * mixture.rows)
+            copied = (copied_row(self.vocabulary, mixture.length, generator) for _ in range(number))
+            kinds["copies"] = (mixture.copy_share, copied)
+        if mixture.sampled_share:
+            number = math.ceil(mixture.sampled_share * mixture.rows)
+            sampled = sampled_rows(
+                self.source, self.tokenizer, begin, self.vocabulary, number, mixture.length, seed, self.transfer.device
+            )
+            kinds["sampled"] = (mixture.sampled_share, sampled)
+        data = []
+        for name, (share, rows) in kinds.items():
+            path = folder / f"{name}.jsonl"
+            _write(path, with_bos(rows, name))
+            data.append({"path": str(path), "column": "input_ids", "weight": share})
+        held_out = folder / "held_out.jsonl"
+        watched = itertools.islice(_cut(self.ids, self.test, len(self.ids), inside, inside), WATCHED_ROWS)
+        _write(held_out, (begin + row for row in watched))
+        return data, held_out
 
 
 def _cut(ids: list[int], start: int, end: int, length: int, step: int) -> Iterator[list[int]]:
@@ -155,6 +148,7 @@ def sampled_rows(
     source: Path,
     tokenizer,
     begin: list[int],
+    vocabulary: torch.Tensor,
     number: int,
     length: int,
     seed: int = 0,
@@ -168,12 +162,12 @@ def sampled_rows(
         source (`Path`): Folder of the model.
         tokenizer: Its tokenizer. Token ids that it does not have, by which models fill up their vocabulary, are not drawn.
         begin (`list[int]`): BOS, which stands before each row and is left out of it; or nothing.
+        vocabulary (`torch.LongTensor` of shape `(tokens,)`): Ids that first tokens are drawn from.
         number, length (`int`): Rows, and tokens in each. They go on past the end of a text.
         seed (`int`): The same seed gives the same rows.
         device: Where the model runs.
     """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(device).eval()
-    vocabulary = _vocabulary(tokenizer)
     unknown = set(range(model.config.get_text_config().vocab_size)).difference(tokenizer.get_vocab().values())
     # Not what its own generation config would fill in; and none of its ends.
     model.generation_config = GenerationConfig(

@@ -6,6 +6,7 @@ import glob
 import itertools
 import logging
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -153,8 +154,11 @@ class Documents:
         self.records, self.tokenizer = records, tokenizer
         self.epoch = 0
         self.length, self.long_records = recipe.length, recipe.long_records or "split"
-        self.last_id = max(tokenizer.get_vocab().values())
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    @cached_property
+    def last_id(self) -> int:
+        return max(self.tokenizer.get_vocab().values())
 
     def __iter__(self) -> Iterator[list[int]]:
         dropped = 0
@@ -179,10 +183,10 @@ class Documents:
     def _ids(self, number: int, record: dict) -> list[int]:
         ids = record.get("input_ids")  # of several sources one may have these and another text
         if ids is not None:
-            unknown = next((token for token in ids if token is None or not 0 <= token <= self.last_id), 0)
-            if unknown != 0:
+            unknown = [token for token in ids if token is None or not 0 <= token <= self.last_id]
+            if unknown:
                 raise RecipeError(
-                    f"record {number} has the token id {unknown}, and the tokenizer has those from 0 to {self.last_id}: it was made with "
+                    f"record {number} has the token id {unknown[0]}, and the tokenizer has those from 0 to {self.last_id}: it was made with "
                     "another one"
                 )
             return ids

@@ -76,6 +76,11 @@ def calibrate(
     windows, length = calibration.input_ids.shape
     held_out = slice(calibration.fitted, None)
     reports = []
+
+    def hand_out(index: int, tensors: dict[str, torch.Tensor]) -> None:
+        if on_layer is not None:
+            on_layer(index, {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()})
+
     trial = None if keep_massive else ShrinkTrial(lambda states, name: _states(states, scratch, name))
     with torch.no_grad():
         position_embeddings = source.position_embeddings(length)
@@ -129,8 +134,7 @@ def calibrate(
                     dtypes,
                     lambda layer, states: _run(layer, states, position_embeddings, fitted=0),
                 )
-            if on_layer is not None:
-                on_layer(index, {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()})
+            hand_out(index, tensors)
             reports.append(
                 LayerReport(
                     layer_idx=index,
@@ -148,22 +152,21 @@ def calibrate(
             )
         head = source.head()
 
-        def perplexity_after(states: torch.Tensor) -> float:
+        def held_out_perplexity(states: torch.Tensor) -> float:
             return _perplexity(head, states, calibration.input_ids[held_out], source.device)
 
-        perplexity = perplexity_after(before[held_out]), perplexity_after(after[held_out])
+        perplexity = held_out_perplexity(before[held_out]), held_out_perplexity(after[held_out])
         massive = None
         if trial and trial.neurons and any(report.outcome == "transferred" for report in reports):
-            tried = {factor: perplexity_after(states) for factor, states in trial.states.items()}
+            tried = {factor: held_out_perplexity(states) for factor, states in trial.states.items()}
             massive = MassiveReport.of(trial.neurons, tried, perplexity[1] * LARGEST_RISE)
         if massive is not None and massive.factor is not None:
             perplexity = perplexity[0], tried[massive.factor]
             reports = [_with_shrunk(report, trial.layers[massive.factor]) for report in reports]
-            for index, neurons in massive.neurons.items():
-                if on_layer is not None:
-                    layer = source.layer(index)
-                    tensors = shrunk_tensors(layer, neurons, massive.factor, _formats(checkpoint, layer, index))
-                    on_layer(index, {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()})
+            # Layers are read once more only for somebody who takes them.
+            for index, neurons in massive.neurons.items() if on_layer is not None else ():
+                layer = source.layer(index)
+                hand_out(index, shrunk_tensors(layer, neurons, massive.factor, _formats(checkpoint, layer, index)))
     return TransferReport(
         settings=TransferSettings(
             source=checkpoint.folder.resolve().name,

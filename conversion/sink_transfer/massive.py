@@ -54,7 +54,7 @@ class ShrinkTrial:
         layers: For each factor the layers' figures, from the first one that writes on.
     """
 
-    def __init__(self, allocate: Callable[[torch.Tensor, str], torch.Tensor] = lambda states, name: states.clone()):
+    def __init__(self, allocate: Callable[[torch.Tensor, str], torch.Tensor]):
         self._allocate = allocate
         self.neurons: dict[int, list[int]] = {}
         self.states: dict[float, torch.Tensor] = {}
@@ -147,8 +147,7 @@ class LayerWatch:
         self._activations = inputs[0][0]  # (length, intermediate_size)
 
     def see_states(self, layer, inputs, output) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        sizes = torch.maximum(inputs[0][0].abs().amax(-1), states[0].abs().amax(-1))  # (length,)
+        sizes = torch.maximum(inputs[0][0].abs().amax(-1), output[0].abs().amax(-1))  # (length,)
         typical = sizes.median().item()
         massive = sizes > LEAST_EXCESS * typical
         written = self._activations.abs() * self.reach
