@@ -409,6 +409,8 @@ def train(
     Keys are those of the recipe (model, data, length, parameter_groups, ...: docs/training.md) and of Trainer (learning_rate, max_steps, ...); parts of a
     key are joined by dots: --lora.r 8, --data.0.path other.txt.
     """
+    from accelerate import PartialState
+
     from .training import RecipeError, load_recipe
     from .training import train as run_recipe
 
@@ -416,6 +418,8 @@ def train(
         run_recipe(load_recipe(recipe, context.args), echo=typer.echo)
     except (RecipeError, OSError) as error:
         _fail(error)
+    # gloo's threads may want the interpreter while it ends, which aborts a process that has done all its work.
+    PartialState().destroy_process_group()
 
 
 @app.command()

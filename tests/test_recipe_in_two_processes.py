@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from test_recipe import content, gated, losses, run, tensors_of  # noqa: F401
+from typer.testing import CliRunner
+
+from gated_attention.cli import app
 
 
 def in_two_processes(content, tmp_path, environment=None, **changes) -> subprocess.CompletedProcess:  # noqa: F811
@@ -64,3 +68,17 @@ def test_fsdp_that_would_silently_be_something_else_is_refused(content, tmp_path
     process = in_two_processes(content, tmp_path, settings, ddp_backend="gloo", **fsdp)
     assert process.returncode != 0
     assert "FSDP was asked for" in process.stderr, process.stderr[-4000:]
+
+
+def test_command_leaves_no_process_group(content, tmp_path):  # noqa: F811
+    """Its threads would still run while the interpreter ends, which now and then aborts a process that has finished."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(content))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        result = CliRunner().invoke(app, ["train", str(recipe)])
+        assert result.exit_code == 0, result.output
+        assert not dist.is_initialized()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
