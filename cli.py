@@ -423,6 +423,33 @@ def train(
 
 
 @app.command()
+def study(
+    study: Annotated[Path, typer.Argument(help="YAML file.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder of its models, tables and figures; default: named after the study.")
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Everything once, in minutes: its figures mean nothing.")
+    ] = False,
+) -> None:
+    """
+    Train a grid of small models and draw the paper's tables from it.
+
+    What is finished is not trained again, and a run that was stopped goes on from its last checkpoint (docs/study.md).
+    """
+    from .conversion.errors import ConversionError
+    from .diagnostics.errors import InspectionError
+    from .study import StudyError, load_study, run_study
+    from .training import RecipeError
+
+    try:
+        plan = load_study(study, smoke)
+        run_study(plan, folder or Path(plan.name + ("-smoke" if smoke else "")), echo=typer.echo)
+    except (StudyError, RecipeError, ConversionError, InspectionError, OSError) as error:
+        _fail(error)
+
+
+@app.command()
 def inspect(
     models: _Models,
     text: _Text = None,

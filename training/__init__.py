@@ -1,6 +1,6 @@
 """Continue pretraining or adapt a model, from one recipe."""
 
-from .errors import RecipeError
+from .errors import DivergedError, RecipeError
 from .heal import HealingOptions, heal, healing_recipe
 from .parameter_groups import gate_parameters, groups_table, optimizer_groups, resolve_groups
 from .recipe import DataSource, Diagnostics, Distillation, Lora, ParameterGroup, Recipe, load_recipe, make_recipe
@@ -11,6 +11,7 @@ __all__ = [
     "DataSource",
     "Diagnostics",
     "Distillation",
+    "DivergedError",
     "HealingOptions",
     "Lora",
     "ParameterGroup",

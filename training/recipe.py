@@ -260,7 +260,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         [`RecipeError`]: it cannot be read, or a key is unknown (the nearest is named) or has a value that makes no sense.
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
     except OSError as error:
         raise RecipeError(f"the recipe {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -274,7 +274,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def make_recipe(content: dict) -> Recipe:
     """A recipe from a dictionary of its keys. Errors as for [`load_recipe`]."""
-    content = _numbers(content)
+    content = numbers_in(content)
     objective = content.get("objective", "pretrain")
     own = {one.name for one in fields(Recipe)} - {"arguments"}
     theirs = argument_names(objective) - {"output_dir"}
@@ -282,7 +282,7 @@ def make_recipe(content: dict) -> Recipe:
         if key not in own | theirs:
             raise RecipeError(f"unknown key `{key}`{_nearest(key, own | theirs)}")
     arguments = {key: value for key, value in content.items() if key not in own}
-    recipe = _built(Recipe, {key: value for key, value in content.items() if key in own}, "")
+    recipe = built(Recipe, {key: value for key, value in content.items() if key in own}, "")
     return Recipe(**{**{one.name: getattr(recipe, one.name) for one in fields(Recipe)}, "arguments": arguments})
 
 
@@ -321,8 +321,8 @@ def check_same_training(recipe: Recipe, path: Path) -> None:
     Raises:
         [`RecipeError`]: a setting that must stay has changed.
     """
-    before = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    now = yaml.load(yaml.safe_dump(recipe_content(recipe)), _Loader)  # with what YAML makes of tuples and numbers
+    before = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
+    now = yaml.load(yaml.safe_dump(recipe_content(recipe)), RecipeLoader)  # with what YAML makes of tuples and numbers
     changed = [name for name in _KEPT_ON_RESUME if before.get(name) != now.get(name)]
     if changed:
         said = "; ".join(f"`{name}` was {before.get(name)!r} and is {now.get(name)!r}" for name in changed)
@@ -352,7 +352,7 @@ def _pairs(words: list[str]) -> Iterable[tuple[str, Any]]:
             text = words[index]
             index += 1
         try:
-            yield key.replace("-", "_"), yaml.load(text, _Loader)
+            yield key.replace("-", "_"), yaml.load(text, RecipeLoader)
         except yaml.YAMLError:
             yield key.replace("-", "_"), text
 
@@ -378,15 +378,15 @@ def _set(content: Any, path: list[str], value: Any, key: str) -> None:
         content = content[place]
 
 
-class _Loader(yaml.SafeLoader):
+class RecipeLoader(yaml.SafeLoader):
     """YAML in which `no` is a word, as Trainer's `save_strategy: no` wants it; only true and false are what they say."""
 
 
-_Loader.yaml_implicit_resolvers = {
+RecipeLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
+RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 
@@ -394,16 +394,16 @@ _Loader.add_implicit_resolver(
 _FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
-def _numbers(value: Any) -> Any:
+def numbers_in(value: Any) -> Any:
     """YAML takes 1e-5 for a word."""
     if isinstance(value, dict):
-        return {key: _numbers(one) for key, one in value.items()}
+        return {key: numbers_in(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_numbers(one) for one in value]
+        return [numbers_in(one) for one in value]
     return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
 
-def _built(kind: type, content: Any, where: str):
+def built(kind: type, content: Any, where: str):
     """A dataclass from a dictionary, with its keys and types checked."""
     if not isinstance(content, dict):
         raise RecipeError(f"`{where}` must hold keys and values, got {content!r}")
@@ -422,7 +422,7 @@ def _built(kind: type, content: Any, where: str):
 def _checked(value: Any, hint: Any, where: str) -> Any:
     origin = get_origin(hint)
     if is_dataclass(hint):
-        return _built(hint, value, where)
+        return built(hint, value, where)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in get_args(hint):
             return None

@@ -12,7 +12,7 @@ import yaml
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .errors import RecipeError
+from .errors import DivergedError, RecipeError
 from .packing import IGNORED
 from .parameter_groups import MuonAndAdamW, ResolvedGroup, drop_gradients, optimizer_groups
 from .recipe import Recipe, recipe_content
@@ -91,10 +91,11 @@ class GroupedTraining:
         loss = super().training_step(model, inputs, *arguments, **options)
         if not math.isfinite(loss.item()):
             kept = last_checkpoint(Path(self.args.output_dir))
-            raise RecipeError(
+            raise DivergedError(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}, in a batch that begins with the tokens {first}. "
                 + (f"The last good checkpoint is {kept}" if kept else "No checkpoint was saved before")
-                + "; try a lower `learning_rate`, a longer warm-up, or a smaller `max_grad_norm`"
+                + "; try a lower `learning_rate`, a longer warm-up, or a smaller `max_grad_norm`",
+                step=self.state.global_step + 1,
             )
         # Before gradients are clipped: those of parameters that wait must not count.
         # Of the model itself: what wraps it for several processes gives its parameters other names.

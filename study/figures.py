@@ -1,0 +1,157 @@
+"""Draws what a study found: perplexities, losses, attention and activations by layer, gate scores, and stability over learning rates."""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..diagnostics.plots import MARKERS, load_pyplot, look
+from .plan import Study, TableOptions
+
+
+def draw_study(study: Study, found: dict[str, list[dict[str, Any]]], folder: Path) -> dict[str, dict[str, str]]:
+    """
+    Draw the figures of each table into `figures`.
+
+    Returns:
+        By title of a table, of each figure its file and what it shows.
+    """
+    drawn: dict[str, dict[str, str]] = {}
+    (folder / "figures").mkdir(exist_ok=True)
+    for number, table in enumerate(study.tables, start=1):
+        results = [result for result in found[table.title] if not result["diverged"]]
+        wanted: list[tuple[str, str, Callable, list]] = []
+        if len(table.learning_rates or ()) > 1:
+            wanted.append(("stability", "perplexity and loss spikes by learning rate", _stability, found[table.title]))
+        elif results:
+            wanted.append(("perplexity", "perplexity", _perplexities, results))
+            wanted.append(("layers", "attention on the first token and largest activation by layer", _layers, results))
+            if any(result["gate_mean"] is not None for result in results):
+                wanted.append(("gates", "gate scores", _gates, results))
+        if any(result["loss"] for result in results):
+            wanted.append(("loss", "loss over training", _losses, results))
+        for name, what, draw, of in wanted:
+            path = f"figures/{number}-{name}.png"
+            figure = draw(table, of)
+            figure.savefig(folder / path, dpi=130)
+            load_pyplot().close(figure)
+            drawn.setdefault(table.title, {})[path] = what
+    return drawn
+
+
+def _by_name(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        found.setdefault(result["name"], []).append(result)
+    return found
+
+
+def _perplexities(table: TableOptions, results: list[dict[str, Any]]):
+    named = _by_name(results)
+    figure, axis = load_pyplot().subplots(figsize=(7, 0.8 + 0.36 * len(named)), layout="constrained")
+    for place, (_, of) in enumerate(named.items()):
+        values = [result["perplexity"] for result in of]
+        axis.plot(values, [place] * len(values), "o", color="#56B4E9", markersize=4)
+        axis.plot(statistics.mean(values), place, "|", color="black", markersize=14, markeredgewidth=2)
+    axis.set_yticks(range(len(named)), list(named))
+    axis.invert_yaxis()
+    axis.set(xlabel="perplexity on held-out documents (points: seeds; bars: means)")
+    axis.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def _layers(table: TableOptions, results: list[dict[str, Any]]):
+    figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for number, (name, of) in enumerate(_by_name(results).items()):
+        for axis, measure in ((left, "f_attn"), (right, "largest_activation")):
+            means = [
+                statistics.mean(one[measure] for one in layers)
+                for layers in zip(*(result["layers"] for result in of), strict=True)
+            ]
+            axis.plot(means, label=name, marker=MARKERS[number % len(MARKERS)], markersize=4, **look(number))
+    left.set(title="attention on the first token", xlabel="layer", ylim=(0, None))
+    right.set(title="largest activation", xlabel="layer", yscale="log")
+    for axis in (left, right):
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+    _legend_below(figure, left)
+    return figure
+
+
+def _gates(table: TableOptions, results: list[dict[str, Any]]):
+    figure, axis = load_pyplot().subplots(figsize=(7, 4), layout="constrained")
+    for number, (name, of) in enumerate(_by_name(results).items()):
+        histograms = [
+            (layer["gate_histogram"], layer["gate_histogram_end"])
+            for result in of
+            for layer in result["layers"]
+            if layer["gate_histogram"] is not None
+        ]
+        if not histograms:
+            continue
+        bins, end = len(histograms[0][0]), histograms[0][1]
+        means = [statistics.mean(one[index] for one, _ in histograms) for index in range(bins)]
+        centres = [(index + 0.5) * end / bins for index in range(bins)]
+        mean = statistics.mean(result["gate_mean"] for result in of)
+        axis.plot(centres, means, label=f"{name}: mean {mean:.2f}", **look(number))
+    axis.set(title="gate scores, all layers and heads", xlabel="score", ylabel="share", ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _losses(table: TableOptions, results: list[dict[str, Any]]):
+    figure, axis = load_pyplot().subplots(figsize=(8, 4.5), layout="constrained")
+    several_rates = len(table.learning_rates or ()) > 1
+    names = list(_by_name(results))
+    for result in results:
+        first = result["seed"] == table.seeds[0]
+        label = result["name"] + (f", {result['learning_rate']:g}" if several_rates else "")
+        steps, values = zip(*result["loss"], strict=True) if result["loss"] else ((), ())
+        axis.plot(
+            steps,
+            values,
+            linewidth=0.9,
+            alpha=0.8,
+            label=label if first else None,
+            **look(names.index(result["name"])),
+        )
+    axis.set(title="training loss", xlabel="step", ylabel="loss")
+    axis.grid(alpha=0.3)
+    _legend_below(figure, axis)
+    return figure
+
+
+def _stability(table: TableOptions, results: list[dict[str, Any]]):
+    figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for number, (name, of) in enumerate(_by_name(results).items()):
+        rates = sorted({result["learning_rate"] for result in of})
+        style = {"marker": MARKERS[number % len(MARKERS)], "markersize": 5, **look(number)}
+        known = [
+            (rate, [one["perplexity"] for one in of if one["learning_rate"] == rate and not one["diverged"]])
+            for rate in rates
+        ]
+        known = [(rate, values) for rate, values in known if values]
+        left.plot([rate for rate, _ in known], [statistics.mean(values) for _, values in known], label=name, **style)
+        spikes = [statistics.mean(one["spikes"] for one in of if one["learning_rate"] == rate) for rate in rates]
+        right.plot(rates, spikes, **style)
+        broken = [(rate, sum(one["diverged"] for one in of if one["learning_rate"] == rate)) for rate in rates]
+        for rate, count in broken:
+            if count:
+                right.annotate(f"{name}: {count} diverged", (rate, 0), rotation=90, fontsize="x-small", va="bottom")
+    right.set(title="loss spikes a run", xscale="log", xlabel="learning rate", ylim=(0, None))
+    left.set(title="perplexity of the runs that did not diverge", xlabel="learning rate", xlim=right.get_xlim())
+    left.set_xscale(right.get_xscale())
+    if any(len(line.get_ydata()) for line in left.lines):
+        left.set_yscale("log")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    _legend_below(figure, left)
+    return figure
+
+
+def _legend_below(figure, axis) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(4, max(1, len(labels))), frameon=False, fontsize="small"
+    )

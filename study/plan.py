@@ -1,0 +1,275 @@
+"""A study as data: which small models are trained, on what, what is measured, and which tables come of it."""
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+
+from ..configuration import GATE_VARIANTS, GatedAttentionConfig
+from ..modeling_gated import GatedAttentionForCausalLM
+from ..training import RecipeError, make_recipe
+from ..training.recipe import RecipeLoader, built, numbers_in
+from .corpus import Corpus, CorpusOptions
+from .errors import StudyError
+from .figures_of_paper import FIGURES
+
+
+# What a run is measured in, and how a table names and writes it.
+MEASURES = {
+    "parameters": ("parameters", "{:,.0f}"),
+    "perplexity": ("perplexity", "{:.3f}"),
+    "f_attn": ("F-Attn", "{:.3f}"),
+    "largest_key_share": ("largest key", "{:.3f}"),
+    "sink_rate": ("sink rate", "{:.1%}"),
+    "m_act": ("M-Act", "{:,.1f}"),
+    "gate_mean": ("mean gate", "{:.3f}"),
+    "spikes": ("loss spikes", "{:.1f}"),
+    "diverged": ("diverged", "{:.0%}"),
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """
+    One line of a table, before seeds and learning rates.
+
+    Attributes:
+        variant: A name of `GATE_VARIANTS`.
+        label: What the table calls it; by default the variant's name.
+        equal_parameters: Whether the MLPs are made narrower until the model has no more parameters than the same one without gates.
+        changes: What stands over the study's recipe, `new_model` included.
+    """
+
+    variant: str
+    label: str | None = None
+    equal_parameters: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.variant not in GATE_VARIANTS:
+            raise StudyError(f"`variant` must be one of {', '.join(GATE_VARIANTS)}; got {self.variant!r}")
+
+    @property
+    def name(self) -> str:
+        return self.label or self.variant + (", equal parameters" if self.equal_parameters else "")
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """
+    Attributes:
+        title: What stands over it.
+        runs: Its lines.
+        seeds: Each line is trained with each of them; the table has mean and spread.
+        learning_rates: Each line is trained with each of them; none: the recipe's.
+        measures: Its columns, keys of `MEASURES`, and `accuracy` for the tasks.
+        paper: Which of the paper's figures stand beside them: keys of `FIGURES`.
+        note: What is to be said of it.
+        least_f_attn: If the first line's F-Attn is lower, what the table says of sinks is void, and it says so.
+    """
+
+    title: str
+    runs: list[RunOptions]
+    seeds: list[int] = field(default_factory=lambda: [0])
+    learning_rates: list[float] | None = None
+    measures: list[str] = field(default_factory=lambda: ["parameters", "perplexity", "f_attn", "m_act", "gate_mean"])
+    paper: str | None = None
+    note: str | None = None
+    least_f_attn: float | None = None
+
+    def __post_init__(self):
+        for name in ("runs", "seeds", "measures"):
+            if not getattr(self, name):
+                raise StudyError(f"`{name}` of the table {self.title!r} must not be empty")
+        for measure in self.measures:
+            if measure not in (*MEASURES, "accuracy"):
+                raise StudyError(
+                    f"`measures` of the table {self.title!r} has {measure!r}; there are {', '.join(MEASURES)}, accuracy"
+                )
+        if self.paper is not None and self.paper not in FIGURES:
+            raise StudyError(f"`paper` must be one of {', '.join(FIGURES)}; got {self.paper!r}")
+
+
+@dataclass(frozen=True)
+class TestOptions:
+    """
+    Attributes:
+        tokens: Held-out tokens that perplexity, attention and activations are measured on, in windows of the training's length.
+        answers: Rows of each task that are asked.
+    """
+
+    __test__ = False  # pytest takes it for a test otherwise
+
+    tokens: int = 32768
+    answers: int = 200
+
+
+@dataclass(frozen=True)
+class Study:
+    """
+    A study.
+
+    Attributes:
+        name: Of the study, and of its folder.
+        about: What it asks, in a paragraph.
+        recipe: Keys of a recipe that all runs share, without `data` and `output_dir`.
+        tables: What is trained and shown.
+        corpus: What it is trained on.
+        tests: What is measured.
+        smoke: Keys that stand over the study's for a short trial of everything, as dotted names.
+    """
+
+    name: str
+    about: str
+    recipe: dict[str, Any]
+    tables: list[TableOptions]
+    corpus: CorpusOptions = field(default_factory=CorpusOptions)
+    tests: TestOptions = field(default_factory=TestOptions)
+    smoke: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if not self.tables:
+            raise StudyError("`tables` must hold at least one table")
+        if "new_model" not in self.recipe:
+            raise StudyError("`recipe.new_model` must be given: a study trains models from random weights")
+        for key in ("data", "evaluation_data", "output_dir", "model", "tokenizer", "seed"):
+            if key in self.recipe:
+                raise StudyError(f"`recipe.{key}` must be left out: the study sets it")
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row of a training."""
+        return self.recipe.get("length", 256)
+
+    def runs(self, table: TableOptions) -> Iterator["Run"]:
+        """The runs of a table, in order: all seeds of a line's first learning rate, then of the next."""
+        rates = table.learning_rates or [None]
+        for options, rate, seed in itertools.product(table.runs, rates, table.seeds):
+            yield Run(self, options, seed, rate)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a line of a table with a seed and a learning rate."""
+
+    study: Study
+    options: RunOptions
+    seed: int
+    learning_rate: float | None
+
+    def recipe(self, corpus: Corpus, output_dir: Path) -> dict[str, Any]:
+        """Keys of the recipe."""
+        content = _merged(self.study.recipe, self.options.changes)
+        content["new_model"] = self._model(content["new_model"], corpus)
+        length = content.setdefault("length", 256)
+        if self.learning_rate is not None:
+            content["learning_rate"] = self.learning_rate
+        return content | {
+            "tokenizer": str(corpus.tokenizer_folder),
+            "data": corpus.data(length),
+            "output_dir": str(output_dir),
+            "seed": self.seed,
+        }
+
+    def key(self, corpus: Corpus) -> str:
+        """What tells it apart from others: all that decides its figures, and nothing of where it lies."""
+        content = self.recipe(corpus, Path())
+        for name in ("tokenizer", "data", "output_dir"):
+            content.pop(name)
+        content |= {"corpus": corpus.manifest["sha256"], "tests": asdict(self.study.tests)}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _model(self, fields: dict[str, Any], corpus: Corpus) -> dict[str, Any]:
+        tokenizer = corpus.tokenizer()
+        fields = {
+            **fields,
+            "variant": self.options.variant,
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        if self.options.equal_parameters:
+            fields["intermediate_size"] = narrower(fields)
+        return fields
+
+
+def parameters_of(fields: dict[str, Any]) -> int:
+    """How many parameters a model has, counted without making its weights."""
+    fields = dict(fields)
+    try:
+        config = GatedAttentionConfig.from_variant(fields.pop("variant"), **fields)
+        with torch.device("meta"):
+            return GatedAttentionForCausalLM(config).num_parameters()
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise StudyError(f"`recipe.new_model` describes no model: {error}") from error
+
+
+def narrower(fields: dict[str, Any]) -> int:
+    """The largest `intermediate_size` with which a model has no more parameters than the same one without gates (paper, section 3.1)."""
+    width = fields["intermediate_size"]
+    allowed = parameters_of(fields | {"variant": "baseline"})
+    taken = parameters_of(fields)
+    a_channel = taken - parameters_of(fields | {"intermediate_size": width - 1})
+    less = -(-max(0, taken - allowed) // a_channel)
+    if less >= width:
+        raise StudyError(
+            f"`equal_parameters` cannot hold for {fields['variant']}: its gates have more parameters than the MLPs of `intermediate_size` {width}"
+        )
+    return width - less
+
+
+def load_study(path: str | Path, smoke: bool = False) -> Study:
+    """
+    Read a study.
+
+    Args:
+        path (`str` or `Path`): The YAML file.
+        smoke (`bool`): Whether its short setting is taken.
+
+    Raises:
+        [`StudyError`]: it cannot be read, or a key is unknown (the nearest is named) or has a value that makes no sense.
+    """
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
+    except OSError as error:
+        raise StudyError(f"the study {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StudyError(f"the study {path} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise StudyError(f"the study {path} must hold keys and values, found a {type(content).__name__}")
+    return make_study(content, smoke)
+
+
+def make_study(content: dict[str, Any], smoke: bool = False) -> Study:
+    """A study from a dictionary of its keys. Errors as for [`load_study`]."""
+    content = numbers_in(copy.deepcopy(content))
+    if smoke:
+        content = _merged(content, content.get("smoke") or {})
+    try:
+        study = built(Study, content, "")
+        # Whether Trainer knows the rest of the keys.
+        for table in study.tables:
+            for options in table.runs:
+                recipe = _merged(study.recipe, options.changes)
+                make_recipe(recipe | {"output_dir": ".", "tokenizer": ".", "data": [{"path": "."}]})
+    except RecipeError as error:
+        raise StudyError(str(error)) from error
+    return study
+
+
+def _merged(content: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`content` with what stands over it; dictionaries are merged, everything else is replaced."""
+    merged = dict(content)
+    for key, value in over.items():
+        before = merged.get(key)
+        merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged

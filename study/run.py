@@ -1,0 +1,154 @@
+"""Runs a study: trains what is not trained yet, measures it, and draws the tables and figures."""
+
+import gc
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from .._version import package_versions
+from ..conversion.staging import exclusive
+from ..diagnostics import inspect_model
+from ..diagnostics.callback import SPIKES_FILE
+from ..diagnostics.plots import check_plots
+from ..training import DivergedError, make_recipe, train
+from .corpus import Corpus, build_corpus
+from .plan import Run, Study
+from .report import write_study_report
+from .results import ResultsTable
+from .tasks import task_accuracy
+
+
+def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = print) -> dict[str, list[dict]]:
+    """
+    Train and measure what a study names, and write its tables and figures.
+
+    Each run is a row of `runs.sqlite` once it is finished, and is not trained again, whichever table it stands in; one that was stopped goes on
+    from its last checkpoint. `report.md`, `results.json` and the figures are written anew each time.
+
+    Args:
+        study ([`Study`]): What to do.
+        folder (`str` or `Path`): Folder of its corpus, its models, its table and its report.
+        echo: Where it is said what is done.
+
+    Returns:
+        The results of each table's runs, in its order.
+
+    Raises:
+        [`StudyError`], `RecipeError`, `ConversionError`: something of it cannot be done. What is finished stays.
+    """
+    folder = Path(folder)
+    check_plots()
+    with exclusive(folder / "study"):
+        corpus = build_corpus(folder / "corpus", study.corpus)
+        table = ResultsTable(folder)
+        wanted: dict[str, Run] = {}
+        for one in study.tables:
+            for run in study.runs(one):
+                wanted.setdefault(run.key(corpus), run)
+        missing = {key: run for key, run in wanted.items() if table.find(key) is None}
+        echo(f"{study.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them finished before")
+        bar = tqdm(missing.items(), desc="Runs", unit="run", disable=None)
+        for number, (key, run) in enumerate(bar, start=1):
+            result = finish_run(run, corpus, folder / "models" / key, echo)
+            table.add(key, result)
+            echo(f"{number} of {len(missing)}: {_described(result)}")
+        found = {
+            one.title: [table.find(run.key(corpus)) | {"name": run.options.name} for run in study.runs(one)]
+            for one in study.tables
+        }
+        write_study_report(study, corpus, found, folder)
+    echo(f"the tables are in {folder / 'report.md'}")
+    return found
+
+
+def finish_run(run: Run, corpus: Corpus, folder: Path, echo: Callable[[str], None] = print) -> dict[str, Any]:
+    """
+    Train a model, or go on with it, and measure it. Checkpoints go when it is measured; the model stays.
+
+    Returns:
+        What the table keeps. The loss of a training that diverged is no result but one: its row says so.
+    """
+    content = run.recipe(corpus, folder)
+    recipe = make_recipe(content | {"resume_from_checkpoint": "auto"})
+    started = time.perf_counter()
+    result = {
+        "study": run.study.name,
+        "variant": run.options.variant,
+        "seed": run.seed,
+        "learning_rate": recipe.arguments.get("learning_rate"),
+        "diverged": False,
+    }
+    try:
+        trained = train(recipe, echo=lambda line: None)
+        steps, history = trained.steps, trained.history
+    except DivergedError as error:
+        result |= {"diverged": True}
+        steps, history = error.step, []
+    result |= {"steps": steps, "spikes": _spikes(folder)}
+    result["loss"] = [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]
+    if not result["diverged"]:
+        result |= _measured(run, corpus, folder, content["length"])
+    result |= {"seconds": round(time.perf_counter() - started, 1), "versions": package_versions()}
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    return result
+
+
+def _spikes(folder: Path) -> int:
+    """Loss spikes, each counted once: a run that was stopped writes those after its last checkpoint again."""
+    path = folder / SPIKES_FILE
+    if not path.is_file():
+        return 0
+    return len({json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()})
+
+
+def _measured(run: Run, corpus: Corpus, folder: Path, length: int) -> dict[str, Any]:
+    tests = run.study.tests
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    windows = corpus.test_windows(length, tests.tokens)
+    batches = ({"input_ids": torch.tensor(windows[start : start + 8])} for start in range(0, len(windows), 8))
+    inspection = inspect_model(model, batches, ranks=False, bos=True, text="held-out documents")
+    kept = ("perplexity", "f_attn", "largest_key_share", "sink_rate", "m_act", "largest_activation", "gate_mean")
+    summary = inspection.summary()
+    found = {name: summary[name] for name in kept}
+    found["parameters"] = model.num_parameters()
+    found["accuracy"] = {
+        task: asdict(task_accuracy(model, corpus.test_rows(task, length, tests.answers)))
+        for task in corpus.options.tasks
+    }
+    found["layers"] = [
+        {
+            "f_attn": _mean(layer.f_attn),
+            "largest_activation": layer.top_activations[0].value,
+            "gate_mean": None if layer.gate is None else _mean(layer.gate.mean),
+            "gate_histogram": None if layer.gate is None else layer.gate.histogram,
+            "gate_histogram_end": None if layer.gate is None else layer.gate.histogram_end,
+        }
+        for layer in inspection.layers
+    ]
+    del model
+    gc.collect()
+    return found
+
+
+def _mean(values: list[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _described(result: dict[str, Any]) -> str:
+    rate = result["learning_rate"]
+    text = f"{result['variant']}, seed {result['seed']}" + (f", learning rate {rate:g}" if rate else "")
+    if result["diverged"]:
+        return f"{text}: diverged at step {result['steps']}"
+    text += f": perplexity {result['perplexity']:.2f}, F-Attn {result['f_attn']:.3f}, M-Act {result['m_act']:,.1f}"
+    for task, found in result["accuracy"].items():
+        text += f", {task} {found['accuracy']:.0%}"
+    return text + f", {result['seconds'] / 60:.1f} min"

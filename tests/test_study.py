@@ -1,0 +1,370 @@
+"""A study of small models: its corpus and tasks, its runs, and what it writes."""
+
+import json
+import sqlite3
+
+import pytest
+import torch
+from conftest import tiny_gated
+
+from gated_attention.study import (
+    TASKS,
+    CorpusOptions,
+    StudyError,
+    TaskRow,
+    build_corpus,
+    make_study,
+    run_study,
+    task_accuracy,
+)
+from gated_attention.study.corpus import Document, without_shared_passages
+from gated_attention.study.plan import narrower, parameters_of
+from gated_attention.study.report import spread
+from gated_attention.study.tasks import is_test_key
+
+
+OPTIONS = CorpusOptions(
+    sources=["help"], characters=200_000, vocab_size=600, lengths=[128], task_rows=20, test_share=0.2
+)
+MODEL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("corpus") / "corpus", OPTIONS, progress=False)
+
+
+def rows_of(corpus, name):
+    lines = (corpus.folder / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line)["input_ids"] for line in lines]
+
+
+def study(**changes):
+    content = {
+        "name": "tiny",
+        "about": "A trial.",
+        "corpus": {
+            "sources": ["help"],
+            "characters": 200_000,
+            "vocab_size": 600,
+            "lengths": [128],
+            "task_rows": 20,
+            "test_share": 0.2,
+        },
+        "recipe": {
+            "new_model": MODEL,
+            "length": 128,
+            "max_steps": 4,
+            "per_device_train_batch_size": 2,
+            "learning_rate": "1e-3",
+            "logging_steps": 1,
+            "save_steps": 2,
+            "use_cpu": True,
+            "diagnostics": {"every": 0},
+        },
+        "tests": {"tokens": 512, "answers": 4},
+        "tables": [
+            {
+                "title": "First",
+                "paper": "variants",
+                "seeds": [0, 1],
+                "least_f_attn": 0.9,
+                "measures": ["parameters", "perplexity", "accuracy", "f_attn", "gate_mean"],
+                "runs": [{"variant": "baseline"}, {"variant": "g1_elementwise", "equal_parameters": True}],
+            },
+            {"title": "Second", "runs": [{"variant": "baseline"}]},
+        ],
+    }
+    return make_study({**content, **changes})
+
+
+def test_rows_begin_alike_and_have_their_length(corpus):
+    begin = corpus.tokenizer().bos_token_id
+    for name in ("text-128", *(f"{task}-128" for task in TASKS)):
+        rows = rows_of(corpus, name)
+        assert rows and all(len(row) == 128 and row[0] == begin for row in rows), name
+    windows = corpus.test_windows(128, 512)
+    assert len(windows) == 4 and all(len(row) == 128 and row[0] == begin for row in windows)
+
+
+def test_held_out_documents_are_not_trained_on(corpus):
+    """Nor are passages that pages quote from each other."""
+    decode = corpus.tokenizer().decode
+    trained = decode([token for row in rows_of(corpus, "text-128") for token in row[1:]])
+    tested = decode([token for row in corpus.test_windows(128, 4096) for token in row[1:]])
+    passages = [part for part in tested.split("\n\n")[1:-1] if len(part) > 100]
+    assert len(passages) > 20
+    assert not [part for part in passages if part in trained]
+
+
+def test_shared_passages_stay_on_the_side_of_the_test():
+    shared = "This passage is long enough to be told from what anybody might have written, and stands in both."
+    found = without_shared_passages(
+        [Document("a", f"Mine.\n\n{shared.replace(' ', chr(10), 3)}\n\nShort."), Document("b", shared)],
+        [Document("c", f"{shared}\n\nShort.")],
+    )
+    assert found == [Document("a", "Mine.\n\nShort.")]
+
+
+def test_text_comes_back_from_its_tokens(corpus):
+    tokenizer = corpus.tokenizer()
+    text = "Gates, 2505 of them:\n\té ≤ 1"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert [token for token in tokenizer.convert_ids_to_tokens(ids) if token.isdigit()] == list("25051")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answer_is_in_the_row_at_its_depth(corpus, task):
+    for row in corpus.test_rows(task, 160, 10):
+        assert len(row.input_ids) == 160
+        question = min(start for start, _ in row.answers)
+        for (start, end), depth in zip(row.answers, row.depths, strict=True):
+            answer, before = row.input_ids[start:end], row.input_ids[start - 1]
+            places = [
+                place
+                for place in range(1, question)
+                if row.input_ids[place : place + len(answer)] == answer and row.input_ids[place - 1] == before
+            ]
+            assert places
+            assert any(abs(place / question - depth) < 0.2 for place in places)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_keys_of_the_test_are_not_trained_on(corpus, task):
+    tokenizer = corpus.tokenizer()
+
+    def keys(rows):
+        for row in rows:
+            last = row[-2] if task == "recall" else row[-5:]
+            yield str(last) if task == "recall" else "".join(tokenizer.convert_ids_to_tokens(last))
+
+    trained = set(keys(rows_of(corpus, f"{task}-128")))
+    tested = set(keys(row.input_ids for row in corpus.test_rows(task, 128, 20)))
+    assert all(is_test_key(key) for key in tested)
+    assert not any(is_test_key(key) for key in trained)
+
+
+def test_rows_to_test_on_are_the_same_each_time(corpus):
+    assert corpus.test_rows("needles", 128, 3) == corpus.test_rows("needles", 128, 3)
+
+
+class Copier(torch.nn.Module):
+    """Predicts what followed the token when it was there last, as a perfect head for recall would."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids, use_cache, logits_to_keep):
+        logits = torch.zeros(*input_ids.shape, 2000)
+        for row, ids in enumerate(input_ids.tolist()):
+            for place, token in enumerate(ids):
+                for earlier in range(place):
+                    if ids[earlier] == token:
+                        logits[row, place, ids[earlier + 1]] = earlier + 1
+        return type("Output", (), {"logits": logits[:, -logits_to_keep:]})
+
+
+def test_accuracy_counts_what_is_right():
+    ids = [7, 11, 21, 12, 22, 13, 23, 12, 22, 11, 99, 13, 23]
+    row = TaskRow(ids, [(8, 9), (10, 11), (12, 13)], [0.1, 0.5, 0.9])
+    found = task_accuracy(Copier(), [row], depths=2)
+    assert found.answers == 3 and found.accuracy == pytest.approx(2 / 3)
+    assert found.by_depth == [1.0, 0.5]
+
+
+def test_accuracy_wants_every_token_of_an_answer():
+    ids = [7, 11, 21, 31, 12, 11, 21, 99]
+    assert task_accuracy(Copier(), [TaskRow(ids, [(6, 8)], [0.0])]).accuracy == 0.0
+    assert task_accuracy(Copier(), [TaskRow(ids, [(6, 7)], [0.0])]).accuracy == 1.0
+
+
+def test_accuracy_of_a_model_runs(corpus):
+    model = tiny_gated(vocab_size=600, max_position_embeddings=128)
+    assert 0 <= task_accuracy(model, corpus.test_rows("recall", 128, 3)).accuracy <= 1
+
+
+def test_corpus_is_made_once(corpus):
+    stamp = (corpus.folder / "corpus.json").stat().st_mtime_ns
+    assert build_corpus(corpus.folder, OPTIONS, progress=False).manifest == corpus.manifest
+    assert (corpus.folder / "corpus.json").stat().st_mtime_ns == stamp
+    with pytest.raises(StudyError, match=r"other options \(seed\)"):
+        build_corpus(corpus.folder, CorpusOptions(**{**vars(OPTIONS), "seed": 1}), progress=False)
+
+
+def test_corpus_is_the_same_when_it_is_made_again(corpus, tmp_path):
+    assert build_corpus(tmp_path / "again", OPTIONS, progress=False).manifest["sha256"] == corpus.manifest["sha256"]
+
+
+def test_own_texts_are_a_source(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"Text {number}. " + "The whale is white, and the sea is wide. " * 30)
+    options = CorpusOptions(sources=[str(texts)], vocab_size=512, lengths=[128], tasks={"pass_key": 0.1}, task_rows=2)
+    made = build_corpus(tmp_path / "corpus", options, progress=False)
+    assert made.manifest["sources"][str(texts)]["documents"] == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sources": ["nowhere/*.txt"]}, "no such file"),
+        ({"sources": []}, "at least one source"),
+        ({"tasks": {"recal": 0.1}}, "there are recall, pass_key, needles"),
+        ({"tasks": {"recall": 1.0}}, "leave some of the rows"),
+        ({"lengths": [32]}, "64 or more"),
+        ({"test_share": 0.0}, "between 0 and 1"),
+        ({"sources": ["help"], "test_share": 1e-9}, "no document to test on"),
+        ({"sources": ["help"], "lengths": [64]}, "`length` must be at least"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_corpus_that_cannot_be(tmp_path, options, message):
+    with pytest.raises(StudyError, match=message):
+        build_corpus(
+            tmp_path / "corpus", CorpusOptions(**{"task_rows": 5, "vocab_size": 600, **options}), progress=False
+        )
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_equal_parameters():
+    fields = {**MODEL, "vocab_size": 600, "variant": "g1_elementwise"}
+    allowed = parameters_of({**fields, "variant": "baseline"})
+    width = narrower(fields)
+    assert parameters_of({**fields, "intermediate_size": width}) <= allowed
+    assert parameters_of({**fields, "intermediate_size": width + 1}) > allowed
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    said = []
+    found = run_study(study(), folder, echo=said.append)
+    return folder, found, said
+
+
+def test_study_writes_a_row_a_run_and_shares_runs(finished):
+    folder, found, said = finished
+    assert said[0] == "tiny: 4 runs, 0 of them finished before"
+    with sqlite3.connect(folder / "runs.sqlite") as connection:
+        rows = connection.execute("SELECT variant, seed, perplexity FROM runs ORDER BY variant, seed").fetchall()
+    assert [row[:2] for row in rows] == [
+        ("baseline", 0),
+        ("baseline", 1),
+        ("g1_elementwise", 0),
+        ("g1_elementwise", 1),
+    ]
+    assert found["Second"][0]["perplexity"] == found["First"][0]["perplexity"] == rows[0][2]
+
+
+def test_study_writes_tables_and_figures(finished):
+    folder, found, _ = finished
+    report = (folder / "report.md").read_text()
+    line = next(line for line in report.splitlines() if line.startswith("| g1_elementwise, equal parameters |"))
+    assert "(5.761)" in line and "±" in line
+    assert "**Void as far as sinks go**" in report
+    for picture in ("1-perplexity", "1-layers", "1-gates", "1-loss"):
+        assert (folder / "figures" / f"{picture}.png").stat().st_size > 5000
+        assert f"figures/{picture}.png" in report
+    content = json.loads((folder / "results.json").read_text())
+    assert content["tables"]["First"][0]["perplexity"] == found["First"][0]["perplexity"]
+    assert content["corpus"]["sources"]["help"]["licence"] == "PSF licence"
+
+
+def test_finished_study_changes_nothing(finished, monkeypatch):
+    folder, found, _ = finished
+    monkeypatch.setattr("gated_attention.study.run.train", lambda *_, **__: pytest.fail("trained again"))
+    before = (folder / "report.md").read_text(), (folder / "results.json").read_text()
+    said = []
+    assert run_study(study(), folder, echo=said.append) == found
+    assert said[0] == "tiny: 4 runs, 4 of them finished before"
+    assert before == ((folder / "report.md").read_text(), (folder / "results.json").read_text())
+
+
+def test_stopped_study_goes_on_from_the_checkpoint(finished, tmp_path, monkeypatch):
+    """Killed in the middle of a training; the results are those of a study that was not."""
+    _, found, _ = finished
+    from transformers import Trainer
+
+    original, steps = Trainer.training_step, []
+
+    def training_step(self, *arguments, **options):
+        steps.append(self.state.global_step)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "training_step", training_step)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study(), tmp_path)
+    again = run_study(study(), tmp_path)
+    assert steps[4] == 2  # of the first run, from its checkpoint on
+    for title, results in found.items():
+        for before, now in zip(results, again[title], strict=True):
+            assert {**now, "seconds": 0} == {**before, "seconds": 0}
+
+
+def test_run_that_diverges_is_a_row(tmp_path, monkeypatch):
+    from gated_attention.training import DivergedError
+
+    def train(recipe, echo):
+        raise DivergedError("the loss is nan", step=3)
+
+    monkeypatch.setattr("gated_attention.study.run.train", train)
+    rates = study(
+        tables=[
+            {
+                "title": "Rates",
+                "learning_rates": ["1e-3", "1e-1"],
+                "measures": ["perplexity", "spikes", "diverged"],
+                "runs": [{"variant": "baseline"}],
+            }
+        ]
+    )
+    found = run_study(rates, tmp_path)
+    assert [(one["learning_rate"], one["diverged"], one["steps"]) for one in found["Rates"]] == [
+        (1e-3, True, 3),
+        (1e-1, True, 3),
+    ]
+    assert "| baseline | 0.1 | - | 0.0 | 100% |" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "figures" / "1-stability.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0], "1.00"),
+        ([1.0, 3.0], "2.00 ± 1.41"),
+        ([2.0, 2.0], "2.00"),
+        ([None], "-"),
+        ([1.0, None], "1.00 (1 of 2 runs)"),
+    ],
+)
+def test_spread(values, expected):
+    assert spread(values, "{:.2f}") == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tables": []}, "at least one table"),
+        ({"tables": [{"title": "A", "runs": [{"variant": "g9"}]}]}, "`variant` must be one of"),
+        ({"tables": [{"title": "A", "runs": [{"variant": "baseline"}], "measures": ["ppl"]}]}, "there are parameters"),
+        ({"tables": [{"title": "A", "runs": [{"variant": "baseline"}], "seed": [1]}]}, "did you mean `seeds`"),
+        ({"recipe": {"length": 128}}, "`recipe.new_model` must be given"),
+        ({"recipe": {"new_model": MODEL, "learning_rat": 1}}, "did you mean `learning_rate`"),
+        ({"recipe": {"new_model": MODEL, "data": []}}, "`recipe.data` must be left out"),
+    ],
+    ids=["no-table", "variant", "measure", "key", "model", "argument", "data"],
+)
+def test_study_that_cannot_be(changes, message):
+    with pytest.raises(StudyError, match=message):
+        study(**changes)
