@@ -330,19 +330,19 @@ def heal(
         Path | None, typer.Option(help="Text file of the kind the model is for; default: Python's own help pages.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to learn the source's predictions on.")] = 81920,
-    length: Annotated[int, typer.Option(help="Tokens in a row of those.")] = 256,
-    batch: Annotated[int, typer.Option(help="Rows in a step.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens in a row of those.")] = 512,
+    batch: Annotated[int, typer.Option(help="Rows in a step.")] = 2,
     learning_rate: Annotated[
         float, typer.Option(help="Of attention's weights; gates and biases: ten times this.")
     ] = 2e-4,
     sink_share: Annotated[float, typer.Option(help="Cost of attention on the first token.")] = 1.0,
-    activations: Annotated[float, typer.Option(help="Cost of activations above 300, by their logarithm.")] = 0.0,
+    activations: Annotated[float, typer.Option(help="Cost of activations above 300, by their logarithm.")] = 0.03,
     copy_share: Annotated[
         float, typer.Option(help="Share of rows with random tokens that are repeated, to keep copying.")
-    ] = 0.25,
+    ] = 0.2,
     sampled_share: Annotated[
         float, typer.Option(help="Share of rows that the source writes by itself, of all kinds that it knows.")
-    ] = 0.25,
+    ] = 0.3,
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Compute in bfloat16: faster on GPUs, and on CPUs with AMX.")
     ] = False,

@@ -2,7 +2,7 @@
 
 from .corpus import Corpus, CorpusOptions, build_corpus
 from .errors import StudyError
-from .plan import RunOptions, Study, TableOptions, TestOptions, load_study, make_study
+from .plan import ExtensionOptions, RunOptions, Study, TableOptions, TestOptions, load_study, make_study
 from .run import run_study
 from .tasks import TASKS, TaskResult, TaskRow, task_accuracy
 
@@ -11,6 +11,7 @@ __all__ = [
     "TASKS",
     "Corpus",
     "CorpusOptions",
+    "ExtensionOptions",
     "RunOptions",
     "Study",
     "StudyError",

@@ -138,6 +138,10 @@ class Corpus:
             for name, share in shares.items()
         ]
 
+    def training_rows(self, length: int) -> Iterator[list[int]]:
+        """The rows of text to train on."""
+        return _read_ids(self.folder / f"text-{length}.jsonl")
+
     def test_windows(self, length: int, tokens: int) -> list[list[int]]:
         """
         Windows of the held-out documents, each beginning with `<|begin|>`, of about `tokens` tokens in all.

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnostics.plots import MARKERS, load_pyplot, look
-from .plan import Study, TableOptions
+from .extension import POSITIONS_A_POINT, STAGES
+from .plan import ExtensionOptions, Study, TableOptions
 
 
-def draw_study(study: Study, found: dict[str, list[dict[str, Any]]], folder: Path) -> dict[str, dict[str, str]]:
+def draw_study(
+    study: Study, found: dict[str, list[dict[str, Any]]], longer: dict[str, list[dict[str, Any]]], folder: Path
+) -> dict[str, dict[str, str]]:
     """
-    Draw the figures of each table into `figures`.
+    Draw the figures of each table and each extension into `figures`.
 
     Returns:
         By title of a table, of each figure its file and what it shows.
@@ -36,6 +39,16 @@ def draw_study(study: Study, found: dict[str, list[dict[str, Any]]], folder: Pat
             figure.savefig(folder / path, dpi=130)
             load_pyplot().close(figure)
             drawn.setdefault(table.title, {})[path] = what
+    for number, extension in enumerate(study.extensions, start=1):
+        for name, what, draw in (
+            ("lengths", "accuracy by length, and loss by position", _by_length),
+            ("depths", "accuracy by length and depth", _by_depth),
+        ):
+            path = f"figures/length-{number}-{name}.png"
+            figure = draw(extension, longer[extension.title])
+            figure.savefig(folder / path, dpi=130)
+            load_pyplot().close(figure)
+            drawn.setdefault(extension.title, {})[path] = what
     return drawn
 
 
@@ -147,6 +160,73 @@ def _stability(table: TableOptions, results: list[dict[str, Any]]):
     for axis in (left, right):
         axis.grid(alpha=0.3)
     _legend_below(figure, left)
+    return figure
+
+
+def _by_stage(results: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for result in results:
+        found.setdefault((result["name"], result["stage"]), []).append(result)
+    return found
+
+
+def _look_of_stage(names: list[str], name: str, stage: str) -> dict:
+    """A model keeps its colour, a stage its line and marker."""
+    place = list(STAGES).index(stage)
+    return look(names.index(name)) | {"linestyle": look(place)["linestyle"], "marker": MARKERS[place], "markersize": 4}
+
+
+def _by_length(options: ExtensionOptions, results: list[dict[str, Any]]):
+    tasks = list(results[0]["lengths"][str(options.lengths[0])]["accuracy"])
+    names = list(dict.fromkeys(result["name"] for result in results))
+    figure, axes = load_pyplot().subplots(1, len(tasks) + 1, figsize=(4.2 * (len(tasks) + 1), 4), layout="constrained")
+    for (name, stage), of in _by_stage(results).items():
+        style = _look_of_stage(names, name, stage)
+        for axis, task in zip(axes, tasks, strict=False):
+            values = [
+                statistics.mean(one["lengths"][str(length)]["accuracy"][task]["accuracy"] for one in of)
+                for length in options.lengths
+            ]
+            axis.plot(options.lengths, values, label=f"{name}, {STAGES[stage]}", **style)
+        losses = zip(*(one["lengths"][str(options.lengths[-1])]["loss_by_position"] for one in of), strict=True)
+        means = [statistics.mean(part) for part in losses]
+        positions = [(place + 0.5) * POSITIONS_A_POINT for place in range(len(means))]
+        axes[-1].plot(positions, means, **style | {"marker": None})
+    for axis, task in zip(axes, tasks, strict=False):
+        axis.set(title=f"{task}: share right", xlabel="tokens", ylim=(-0.02, 1.02), xticks=options.lengths)
+    axes[-1].set(title=f"loss by position, windows of {options.lengths[-1]:,}", xlabel="position")
+    axes[-1].axvline(options.lengths[0], color="grey", linewidth=0.8)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    _legend_below(figure, axes[0])
+    return figure
+
+
+def _by_depth(options: ExtensionOptions, results: list[dict[str, Any]]):
+    tasks = list(results[0]["lengths"][str(options.lengths[0])]["accuracy"])
+    staged = _by_stage(results)
+    figure, axes = load_pyplot().subplots(
+        len(tasks),
+        len(staged),
+        figsize=(2.1 * len(staged) + 1, 2.1 * len(tasks) + 0.6),
+        layout="constrained",
+        squeeze=False,
+    )
+    image = None
+    for row, task in zip(axes, tasks, strict=True):
+        for axis, ((name, stage), of) in zip(row, staged.items(), strict=True):
+            grid = []
+            for length in options.lengths:
+                depths = zip(*(one["lengths"][str(length)]["accuracy"][task]["by_depth"] for one in of), strict=True)
+                known = [[value for value in values if value is not None] for values in depths]
+                grid.append([statistics.mean(values) if values else float("nan") for values in known])
+            image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="viridis")
+            axis.set_xticks([0, len(grid[0]) - 1], ["begin", "end"], fontsize="x-small")
+            axis.set_yticks(range(len(options.lengths)), options.lengths, fontsize="x-small")
+            if row is axes[0]:
+                axis.set_title(f"{name},\n{STAGES[stage]}", fontsize="x-small")
+        row[0].set_ylabel(task)
+    figure.colorbar(image, ax=axes, label="share right", shrink=0.6)
     return figure
 
 

@@ -99,6 +99,40 @@ class TableOptions:
 
 
 @dataclass(frozen=True)
+class ExtensionOptions:
+    """
+    Attributes:
+        title: What stands over it.
+        runs: The models: trained as a table's runs are, and shared with it.
+        seeds: Each is trained with each of them.
+        lengths: Tokens in the windows and rows of the tests; the first is the training's.
+        factor: YaRN's.
+        tune: What stands over the study's recipe for the short training at the greatest length: `max_steps`, `learning_rate`, ...
+        transfer: Whether the sinks of a model without gates are transferred too, and the result taken through the same stages.
+        transfer_tokens: Tokens to calibrate that on.
+        least_accuracy: If no task is answered so well by a model at the training's length, what is said of it at others is void.
+    """
+
+    title: str
+    runs: list[RunOptions]
+    tune: dict[str, Any]
+    seeds: list[int] = field(default_factory=lambda: [0])
+    lengths: list[int] = field(default_factory=lambda: [256, 512, 1024])
+    factor: float = 4.0
+    transfer: bool = True
+    transfer_tokens: int = 16384
+    least_accuracy: float = 0.9
+
+    def __post_init__(self):
+        if len(self.lengths) < 2 or sorted(set(self.lengths)) != self.lengths:
+            raise StudyError(f"`lengths` must hold two or more, the shortest first, got {self.lengths}")
+        if self.factor <= 1:
+            raise StudyError(f"`factor` must be greater than 1, got {self.factor}")
+        if "max_steps" not in self.tune:
+            raise StudyError("`tune.max_steps` must be given: how long is trained at the greatest length")
+
+
+@dataclass(frozen=True)
 class TestOptions:
     """
     Attributes:
@@ -123,6 +157,7 @@ class Study:
         recipe: Keys of a recipe that all runs share, without `data` and `output_dir`.
         tables: What is trained and shown.
         corpus: What it is trained on.
+        extensions: What is tried at greater lengths.
         tests: What is measured.
         smoke: Keys that stand over the study's for a short trial of everything, as dotted names.
     """
@@ -130,14 +165,24 @@ class Study:
     name: str
     about: str
     recipe: dict[str, Any]
-    tables: list[TableOptions]
+    tables: list[TableOptions] = field(default_factory=list)
+    extensions: list[ExtensionOptions] = field(default_factory=list)
     corpus: CorpusOptions = field(default_factory=CorpusOptions)
     tests: TestOptions = field(default_factory=TestOptions)
     smoke: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if not self.tables:
-            raise StudyError("`tables` must hold at least one table")
+        if not self.tables and not self.extensions:
+            raise StudyError("`tables` or `extensions` must hold at least one: what the study trains")
+        titles = [one.title for one in (*self.tables, *self.extensions)]
+        if len(set(titles)) < len(titles):
+            raise StudyError(f"each table and extension must have a `title` of its own, got {', '.join(titles)}")
+        for one in self.extensions:
+            if one.lengths[0] != self.length or not {one.lengths[0], one.lengths[-1]} <= set(self.corpus.lengths):
+                raise StudyError(
+                    f"`lengths` of {one.title!r} must begin with the recipe's `length` {self.length}, and the corpus must have rows of the first and the last "
+                    f"(`corpus.lengths`); got {one.lengths} and {self.corpus.lengths}"
+                )
         if "new_model" not in self.recipe:
             raise StudyError("`recipe.new_model` must be given: a study trains models from random weights")
         for key in ("data", "evaluation_data", "output_dir", "model", "tokenizer", "seed"):
@@ -149,9 +194,9 @@ class Study:
         """Tokens in a row of a training."""
         return self.recipe.get("length", 256)
 
-    def runs(self, table: TableOptions) -> Iterator["Run"]:
-        """The runs of a table, in order: all seeds of a line's first learning rate, then of the next."""
-        rates = table.learning_rates or [None]
+    def runs(self, table: TableOptions | ExtensionOptions) -> Iterator["Run"]:
+        """The runs of a table or an extension, in order: all seeds of a line's first learning rate, then of the next."""
+        rates = getattr(table, "learning_rates", None) or [None]
         for options, rate, seed in itertools.product(table.runs, rates, table.seeds):
             yield Run(self, options, seed, rate)
 
@@ -257,9 +302,9 @@ def make_study(content: dict[str, Any], smoke: bool = False) -> Study:
     try:
         study = built(Study, content, "")
         # Whether Trainer knows the rest of the keys.
-        for table in study.tables:
+        for table in (*study.tables, *study.extensions):
             for options in table.runs:
-                recipe = _merged(study.recipe, options.changes)
+                recipe = _merged(study.recipe, options.changes) | getattr(table, "tune", {})
                 make_recipe(recipe | {"output_dir": ".", "tokenizer": ".", "data": [{"path": "."}]})
     except RecipeError as error:
         raise StudyError(str(error)) from error

@@ -8,15 +8,22 @@ from typing import Any
 
 from .._version import package_versions
 from .corpus import Corpus
+from .extension import STAGES
 from .figures import draw_study
-from .figures_of_paper import FIGURES
-from .plan import MEASURES, Study, TableOptions
+from .figures_of_paper import FIGURES, PAPER_LENGTHS
+from .plan import MEASURES, ExtensionOptions, Study, TableOptions
 
 
 REPORT_FILE, RESULTS_FILE = "report.md", "results.json"
 
 
-def write_study_report(study: Study, corpus: Corpus, found: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+def write_study_report(
+    study: Study,
+    corpus: Corpus,
+    found: dict[str, list[dict[str, Any]]],
+    longer: dict[str, list[dict[str, Any]]],
+    folder: Path,
+) -> None:
     """
     Write `report.md`, `results.json` and the figures.
 
@@ -24,9 +31,10 @@ def write_study_report(study: Study, corpus: Corpus, found: dict[str, list[dict[
         study ([`Study`]): What was asked.
         corpus ([`Corpus`]): What was trained on.
         found (`dict[str, list[dict]]`): By title of a table the results of its runs, each with its line's `name`.
+        longer (`dict[str, list[dict]]`): By title of an extension the results of its stages.
         folder (`Path`): Where they go.
     """
-    drawn = draw_study(study, found, folder)
+    drawn = draw_study(study, found, longer, folder)
     parts = [f"# {study.name}", study.about.strip(), _corpus_line(study, corpus)]
     for table in study.tables:
         parts += [f"## {table.title}", "\n".join(table_lines(table, found[table.title], list(corpus.options.tasks)))]
@@ -34,10 +42,21 @@ def write_study_report(study: Study, corpus: Corpus, found: dict[str, list[dict[
         if table.paper is not None:
             parts.append(f"The paper's figures: {FIGURES[table.paper]['source']}.")
         parts += [f"![{table.title}: {what}]({name})" for name, what in drawn.get(table.title, {}).items()]
+    for one in study.extensions:
+        results = longer[one.title]
+        parts += [f"## {one.title}", "\n".join(extension_lines(one, results, list(corpus.options.tasks)))]
+        parts += [_void_extension(one, results)] if _void_extension(one, results) else []
+        parts.append(PAPER_LENGTHS)
+        parts += [f"![{one.title}: {what}]({name})" for name, what in drawn.get(one.title, {}).items()]
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     parts.append(f"Versions: {versions}.")
     (folder / REPORT_FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    content = {"study": study.name, "corpus": corpus.manifest, "versions": package_versions(), "tables": found}
+    content = {
+        "study": study.name,
+        "corpus": corpus.manifest,
+        "versions": package_versions(),
+        "tables": found | longer,
+    }
     (folder / RESULTS_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -118,4 +137,46 @@ def _void(table: TableOptions, results: list[dict[str, Any]]) -> str | None:
     return (
         f"**Void as far as sinks go**: F-Attn of {first} is {found}, below {table.least_f_attn}: these models are too small, or trained too briefly, to "
         "have a sink that a gate could take away."
+    )
+
+
+def extension_lines(options: ExtensionOptions, results: list[dict[str, Any]], tasks: list[str]) -> list[str]:
+    """A table in Markdown: a line for each model and stage, perplexity and accuracies at each length."""
+    headings = [f"{what} at {length:,}" for what in ("perplexity", *tasks) for length in options.lengths]
+    lines = ["| | | " + " | ".join(headings) + " |", "|---" * (len(headings) + 2) + "|"]
+    for (name, stage), of in grouped_by_stage(results).items():
+        cells = []
+        for what in ("perplexity", *tasks):
+            for length in options.lengths:
+                at = [result["lengths"][str(length)] for result in of]
+                if what == "perplexity":
+                    cells.append(spread([one["perplexity"] for one in at], "{:.2f}"))
+                else:
+                    cells.append(spread([one["accuracy"][what]["accuracy"] for one in at], "{:.0%}"))
+        lines.append(f"| {name} | {STAGES[stage]} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def grouped_by_stage(results: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Results by model and stage: what differs within is the seed."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for result in results:
+        found.setdefault((result["name"], result["stage"]), []).append(result)
+    return found
+
+
+def _void_extension(options: ExtensionOptions, results: list[dict[str, Any]]) -> str | None:
+    """What is to be said if nothing is solved where the models were trained."""
+    first = str(options.lengths[0])
+    best: dict[str, float] = {}
+    for result in results:
+        if result["stage"] == "plain":
+            for task, found in result["lengths"][first]["accuracy"].items():
+                best[task] = max(best.get(task, 0.0), found["accuracy"])
+    unsolved = [f"{task} ({accuracy:.0%})" for task, accuracy in best.items() if accuracy < options.least_accuracy]
+    if not unsolved:
+        return None
+    return (
+        f"**Void for {', '.join(unsolved)}**: no model answers {options.least_accuracy:.0%} at {first} tokens, where it was trained, so what it does "
+        "at greater lengths says nothing."
     )

@@ -20,6 +20,8 @@ from ..diagnostics.callback import SPIKES_FILE
 from ..diagnostics.plots import check_plots
 from ..training import DivergedError, make_recipe, train
 from .corpus import Corpus, build_corpus
+from .errors import StudyError
+from .extension import STAGES, Stage, finish_stage, stages_of
 from .plan import Run, Study
 from .report import write_study_report
 from .results import ResultsTable
@@ -49,24 +51,34 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
     with exclusive(folder / "study"):
         corpus = build_corpus(folder / "corpus", study.corpus)
         table = ResultsTable(folder)
-        wanted: dict[str, Run] = {}
-        for one in study.tables:
-            for run in study.runs(one):
-                wanted.setdefault(run.key(corpus), run)
-        missing = {key: run for key, run in wanted.items() if table.find(key) is None}
-        echo(f"{study.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them finished before")
-        bar = tqdm(missing.items(), desc="Runs", unit="run", disable=None)
-        for number, (key, run) in enumerate(bar, start=1):
-            result = finish_run(run, corpus, folder / "models" / key, echo)
+        models = folder / "models"
+        runs = {run.key(corpus): run for one in (*study.tables, *study.extensions) for run in study.runs(one)}
+        stages = {stage.key(corpus): stage for one in study.extensions for stage in stages_of(one, study.runs(one))}
+        missing = [key for key in (*runs, *stages) if table.find(key) is None]
+        echo(
+            f"{study.name}: {len(runs) + len(stages)} runs, {len(runs) + len(stages) - len(missing)} of them finished before"
+        )
+        for number, key in enumerate(tqdm(missing, desc="Runs", unit="run", disable=None), start=1):
+            if key in runs:
+                result = finish_run(runs[key], corpus, models / key, echo)
+            else:
+                trained = stages[key].run.key(corpus)
+                _refuse_diverged(table.find(trained), stages[key])
+                folder_of_stages = models / f"{trained}-longer"
+                result = finish_stage(stages[key], corpus, models / trained, folder_of_stages)
             table.add(key, result)
             echo(f"{number} of {len(missing)}: {_described(result)}")
         found = {
             one.title: [table.find(run.key(corpus)) | {"name": run.options.name} for run in study.runs(one)]
             for one in study.tables
         }
-        write_study_report(study, corpus, found, folder)
+        longer = {
+            one.title: [table.find(stage.key(corpus)) for stage in stages_of(one, study.runs(one))]
+            for one in study.extensions
+        }
+        write_study_report(study, corpus, found, longer, folder)
     echo(f"the tables are in {folder / 'report.md'}")
-    return found
+    return found | longer
 
 
 def finish_run(run: Run, corpus: Corpus, folder: Path, echo: Callable[[str], None] = print) -> dict[str, Any]:
@@ -100,6 +112,13 @@ def finish_run(run: Run, corpus: Corpus, folder: Path, echo: Callable[[str], Non
     for checkpoint in folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     return result
+
+
+def _refuse_diverged(result: dict[str, Any], stage: Stage) -> None:
+    if result["diverged"]:
+        raise StudyError(
+            f"{stage.name}, seed {stage.run.seed}, diverged at step {result['steps']}, so there is no model to take to greater lengths: lower the `learning_rate`"
+        )
 
 
 def _spikes(folder: Path) -> int:
@@ -144,6 +163,9 @@ def _mean(values: list[float] | None) -> float | None:
 
 
 def _described(result: dict[str, Any]) -> str:
+    if "stage" in result:
+        perplexities = ", ".join(f"{length}: {one['perplexity']:.2f}" for length, one in result["lengths"].items())
+        return f"{result['name']}, seed {result['seed']}, {STAGES[result['stage']]}: perplexity at {perplexities}"
     rate = result["learning_rate"]
     text = f"{result['variant']}, seed {result['seed']}" + (f", learning rate {rate:g}" if rate else "")
     if result["diverged"]:

@@ -1,5 +1,6 @@
 """A study of small models: its corpus and tasks, its runs, and what it writes."""
 
+import contextlib
 import json
 import sqlite3
 
@@ -338,6 +339,73 @@ def test_run_that_diverges_is_a_row(tmp_path, monkeypatch):
     assert (tmp_path / "figures" / "1-stability.png").is_file()
 
 
+def lengths(**changes):
+    content = {
+        "title": "Longer",
+        "runs": [{"variant": "baseline"}, {"variant": "g1_headwise"}],
+        "lengths": [128, 256],
+        "factor": 2.0,
+        "transfer_tokens": 512,
+        "tune": {"max_steps": 2, "per_device_train_batch_size": 1},
+        **changes,
+    }
+    corpus = {**vars(OPTIONS), "lengths": [128, 256], "tasks": {"recall": 0.2}}
+    return study(tables=[], extensions=[content], corpus=corpus)
+
+
+@pytest.fixture(scope="module")
+def lengthened(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lengths")
+    with planted_transfer():
+        return folder, run_study(lengths(), folder)
+
+
+@contextlib.contextmanager
+def planted_transfer():
+    """Models of a few steps have no sink to transfer: an ordinary conversion stands in for the transfer."""
+    from gated_attention import convert_checkpoint
+
+    def converted(source, target, text, **options):
+        assert len(text) > options["tokens"]
+        convert_checkpoint(source, target, gate_bias=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gated_attention.study.extension.transfer_sinks", converted)
+        yield
+
+
+def test_extension_measures_each_model_at_each_stage_and_length(lengthened):
+    folder, found = lengthened
+    names = ["baseline", "sink transfer of baseline", "g1_headwise"]
+    assert [(one["name"], one["stage"]) for one in found["Longer"]] == [
+        (name, stage) for name in names for stage in ("plain", "yarn", "tuned")
+    ]
+    for one in found["Longer"]:
+        assert list(one["lengths"]) == ["128", "256"]
+        assert len(one["lengths"]["256"]["loss_by_position"]) == 8
+    report = (folder / "report.md").read_text()
+    assert "| sink transfer of baseline | YaRN, tuned |" in report
+    assert "**Void for recall" in report
+    for picture in ("length-1-lengths", "length-1-depths"):
+        assert (folder / "figures" / f"{picture}.png").stat().st_size > 5000
+
+
+def test_stages_differ_in_what_they_should(lengthened):
+    """YaRN changes the function at the trained length too; a transfer without a sink does not."""
+    _, found = lengthened
+    by = {(one["name"], one["stage"]): one["lengths"]["128"]["perplexity"] for one in found["Longer"]}
+    assert by["sink transfer of baseline", "plain"] == pytest.approx(by["baseline", "plain"], rel=1e-6)
+    assert by["baseline", "yarn"] != by["baseline", "plain"]
+    assert by["baseline", "tuned"] < by["baseline", "yarn"]
+
+
+def test_finished_extension_is_not_done_again(lengthened, monkeypatch):
+    folder, found = lengthened
+    monkeypatch.setattr("gated_attention.study.run.finish_stage", lambda *_, **__: pytest.fail("done again"))
+    monkeypatch.setattr("gated_attention.study.run.train", lambda *_, **__: pytest.fail("trained again"))
+    assert run_study(lengths(), folder) == found
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -355,7 +423,24 @@ def test_spread(values, expected):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tables": []}, "at least one table"),
+        ({"lengths": [256, 128]}, "the shortest first"),
+        ({"lengths": [64, 256]}, "must begin with the recipe's `length` 128"),
+        ({"lengths": [128, 512]}, "the corpus must have rows of the first and the last"),
+        ({"factor": 1.0}, "`factor` must be greater than 1"),
+        ({"tune": {}}, "`tune.max_steps` must be given"),
+    ],
+    ids=["order", "first", "rows", "factor", "steps"],
+)
+def test_extension_that_cannot_be(changes, message):
+    with pytest.raises(StudyError, match=message):
+        lengths(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tables": []}, "must hold at least one"),
+        ({"tables": [{"title": "A", "runs": [{"variant": "baseline"}]}] * 2}, "a `title` of its own"),
         ({"tables": [{"title": "A", "runs": [{"variant": "g9"}]}]}, "`variant` must be one of"),
         ({"tables": [{"title": "A", "runs": [{"variant": "baseline"}], "measures": ["ppl"]}]}, "there are parameters"),
         ({"tables": [{"title": "A", "runs": [{"variant": "baseline"}], "seed": [1]}]}, "did you mean `seeds`"),
@@ -363,7 +448,7 @@ def test_spread(values, expected):
         ({"recipe": {"new_model": MODEL, "learning_rat": 1}}, "did you mean `learning_rate`"),
         ({"recipe": {"new_model": MODEL, "data": []}}, "`recipe.data` must be left out"),
     ],
-    ids=["no-table", "variant", "measure", "key", "model", "argument", "data"],
+    ids=["no-table", "title", "variant", "measure", "key", "model", "argument", "data"],
 )
 def test_study_that_cannot_be(changes, message):
     with pytest.raises(StudyError, match=message):

@@ -57,13 +57,13 @@ class HealingOptions:
 
     transfer: TransferOptions = field(default_factory=lambda: TransferOptions(test_tokens=8192))
     tokens: int = 81920
-    length: int = 256
-    batch: int = 4
+    length: int = 512
+    batch: int = 2
     learning_rate: float = 2e-4
     sink_share: float = 1.0
-    activations: float = 0.0
-    copy_share: float = 0.25
-    sampled_share: float = 0.25
+    activations: float = 0.03
+    copy_share: float = 0.2
+    sampled_share: float = 0.3
     bf16: bool = False
     texts: tuple[Path, ...] = ()
     dtype: str = "auto"
