@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ..conversion.errors import NothingToTransferError
 from ..conversion.sink_transfer import transfer_sinks
 from ..diagnostics import inspect_model
 from ..training import make_recipe, train
@@ -75,23 +76,26 @@ def finish_stage(
         echo: Where it is said what is done.
 
     Returns:
-        What the table of results keeps.
+        What the table of results keeps; with no `lengths` where there was no sink to transfer.
     """
     options, longest = stage.options, stage.options.lengths[-1]
+    result = {
+        "study": stage.run.study.name,
+        "variant": stage.run.options.variant,
+        "seed": stage.run.seed,
+        "name": stage.name,
+        "stage": stage.stage,
+        "diverged": False,
+        "lengths": None,
+    }
     source = trained
     if stage.transferred:
         source = folder / "transferred"
-        if not source.is_dir():
-            as_llama(trained, folder / "llama")
-            text = transfer_text(corpus, options.transfer_tokens)
-            transfer_sinks(
-                folder / "llama",
-                source,
-                text,
-                tokens=options.transfer_tokens,
-                length=options.lengths[0],
-                bos_share=1.0,
-            )
+        try:
+            transferred(trained, source, folder / "llama", corpus, options)
+        except NothingToTransferError as error:
+            echo(f"{stage.name}, seed {stage.run.seed}: {error}")
+            return result
     if stage.stage != "plain":
         with_yarn(source, folder / f"yarn-{source.name}", options.factor, longest)
         source = folder / f"yarn-{source.name}"
@@ -100,22 +104,22 @@ def finish_stage(
         content = stage.run.recipe(corpus, tuned)
         content.pop("new_model")
         content |= {"model": str(source), "length": longest, "data": corpus.data(longest)} | options.tune
-        train(make_recipe(content | {"resume_from_checkpoint": "auto"}), echo=lambda line: None)
+        train(make_recipe(content | {"resume_from_checkpoint": "auto"}), echo=lambda line: None, logs=False)
         for checkpoint in tuned.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
         source = tuned
-    result = {
-        "study": stage.run.study.name,
-        "variant": stage.run.options.variant,
-        "seed": stage.run.seed,
-        "name": stage.name,
-        "stage": stage.stage,
-        "diverged": False,
-        "lengths": measured(source, corpus, stage),
-    }
+    result["lengths"] = measured(source, corpus, stage)
     first = result["lengths"][str(options.lengths[0])]
-    result["perplexity"], result["f_attn"] = first["perplexity"], first["f_attn"]
-    return result
+    return result | {"perplexity": first["perplexity"], "f_attn": first["f_attn"]}
+
+
+def transferred(source: Path, target: Path, llama: Path, corpus: Corpus, options: ExtensionOptions) -> None:
+    """A model after its sink transfer; `llama` is where it lies as the transfer takes it."""
+    if target.is_dir():
+        return
+    as_llama(source, llama)
+    text = transfer_text(corpus, options.transfer_tokens)
+    transfer_sinks(llama, target, text, tokens=options.transfer_tokens, length=options.lengths[0], bos_share=1.0)
 
 
 def measured(folder: Path, corpus: Corpus, stage: Stage) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def draw_study(
             ("depths", "accuracy by length and depth", _by_depth),
         ):
             path = f"figures/length-{number}-{name}.png"
-            figure = draw(extension, longer[extension.title])
+            figure = draw(extension, [result for result in longer[extension.title] if result["lengths"]])
             figure.savefig(folder / path, dpi=130)
             load_pyplot().close(figure)
             drawn.setdefault(extension.title, {})[path] = what

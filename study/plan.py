@@ -128,6 +128,10 @@ class ExtensionOptions:
             raise StudyError(f"`lengths` must hold two or more, the shortest first, got {self.lengths}")
         if self.factor <= 1:
             raise StudyError(f"`factor` must be greater than 1, got {self.factor}")
+        if self.transfer_tokens < 8 * self.lengths[0]:
+            raise StudyError(
+                f"`transfer_tokens` must hold 8 windows of {self.lengths[0]} tokens, got {self.transfer_tokens}"
+            )
         if "max_steps" not in self.tune:
             raise StudyError("`tune.max_steps` must be given: how long is trained at the greatest length")
 

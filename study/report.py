@@ -45,7 +45,7 @@ def write_study_report(
     for one in study.extensions:
         results = longer[one.title]
         parts += [f"## {one.title}", "\n".join(extension_lines(one, results, list(corpus.options.tasks)))]
-        parts += [_void_extension(one, results)] if _void_extension(one, results) else []
+        parts += [note for note in (_void_extension(one, results), _without_sink(results)) if note]
         parts.append(PAPER_LENGTHS)
         parts += [f"![{one.title}: {what}]({name})" for name, what in drawn.get(one.title, {}).items()]
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
@@ -148,11 +148,11 @@ def extension_lines(options: ExtensionOptions, results: list[dict[str, Any]], ta
         cells = []
         for what in ("perplexity", *tasks):
             for length in options.lengths:
-                at = [result["lengths"][str(length)] for result in of]
+                at = [result["lengths"] and result["lengths"][str(length)] for result in of]
                 if what == "perplexity":
-                    cells.append(spread([one["perplexity"] for one in at], "{:.2f}"))
+                    cells.append(spread([one and one["perplexity"] for one in at], "{:.2f}"))
                 else:
-                    cells.append(spread([one["accuracy"][what]["accuracy"] for one in at], "{:.0%}"))
+                    cells.append(spread([one and one["accuracy"][what]["accuracy"] for one in at], "{:.0%}"))
         lines.append(f"| {name} | {STAGES[stage]} | " + " | ".join(cells) + " |")
     return lines
 
@@ -165,12 +165,20 @@ def grouped_by_stage(results: list[dict[str, Any]]) -> dict[tuple[str, str], lis
     return found
 
 
+def _without_sink(results: list[dict[str, Any]]) -> str | None:
+    """What is to be said where a transfer had nothing to do."""
+    missing = dict.fromkeys(
+        f"{result['name']}, seed {result['seed']}" for result in results if result["lengths"] is None
+    )
+    return f"No sink to transfer, and so no result: {'; '.join(missing)}." if missing else None
+
+
 def _void_extension(options: ExtensionOptions, results: list[dict[str, Any]]) -> str | None:
     """What is to be said if nothing is solved where the models were trained."""
     first = str(options.lengths[0])
     best: dict[str, float] = {}
     for result in results:
-        if result["stage"] == "plain":
+        if result["stage"] == "plain" and result["lengths"]:
             for task, found in result["lengths"][first]["accuracy"].items():
                 best[task] = max(best.get(task, 0.0), found["accuracy"])
     unsolved = [f"{task} ({accuracy:.0%})" for task, accuracy in best.items() if accuracy < options.least_accuracy]

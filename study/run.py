@@ -4,7 +4,8 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
     """
     folder = Path(folder)
     check_plots()
-    with exclusive(folder / "study"):
+    with exclusive(folder / "study"), _without_bars_of_datasets():
         corpus = build_corpus(folder / "corpus", study.corpus)
         table = ResultsTable(folder)
         models = folder / "models"
@@ -65,7 +66,7 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
                 trained = stages[key].run.key(corpus)
                 _refuse_diverged(table.find(trained), stages[key])
                 folder_of_stages = models / f"{trained}-longer"
-                result = finish_stage(stages[key], corpus, models / trained, folder_of_stages)
+                result = finish_stage(stages[key], corpus, models / trained, folder_of_stages, lambda line: None)
             table.add(key, result)
             echo(f"{number} of {len(missing)}: {_described(result)}")
         found = {
@@ -79,6 +80,22 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
         write_study_report(study, corpus, found, longer, folder)
     echo(f"the tables are in {folder / 'report.md'}")
     return found | longer
+
+
+@contextmanager
+def _without_bars_of_datasets() -> Iterator[None]:
+    """Each training reads its rows; a study has many."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise StudyError("a study needs datasets: pip install 'gated_attention[train]'") from error
+    were_on = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_on:
+            datasets.enable_progress_bars()
 
 
 def finish_run(run: Run, corpus: Corpus, folder: Path, echo: Callable[[str], None] = print) -> dict[str, Any]:
@@ -99,7 +116,7 @@ def finish_run(run: Run, corpus: Corpus, folder: Path, echo: Callable[[str], Non
         "diverged": False,
     }
     try:
-        trained = train(recipe, echo=lambda line: None)
+        trained = train(recipe, echo=lambda line: None, logs=False)
         steps, history = trained.steps, trained.history
     except DivergedError as error:
         result |= {"diverged": True}
@@ -163,6 +180,8 @@ def _mean(values: list[float] | None) -> float | None:
 
 
 def _described(result: dict[str, Any]) -> str:
+    if "stage" in result and result["lengths"] is None:
+        return f"{result['name']}, seed {result['seed']}: no sink to transfer"
     if "stage" in result:
         perplexities = ", ".join(f"{length}: {one['perplexity']:.2f}" for length, one in result["lengths"].items())
         return f"{result['name']}, seed {result['seed']}, {STAGES[result['stage']]}: perplexity at {perplexities}"

@@ -316,7 +316,7 @@ def test_stopped_study_goes_on_from_the_checkpoint(finished, tmp_path, monkeypat
 def test_run_that_diverges_is_a_row(tmp_path, monkeypatch):
     from gated_attention.training import DivergedError
 
-    def train(recipe, echo):
+    def train(recipe, **options):
         raise DivergedError("the loss is nan", step=3)
 
     monkeypatch.setattr("gated_attention.study.run.train", train)
@@ -345,7 +345,7 @@ def lengths(**changes):
         "runs": [{"variant": "baseline"}, {"variant": "g1_headwise"}],
         "lengths": [128, 256],
         "factor": 2.0,
-        "transfer_tokens": 512,
+        "transfer_tokens": 2048,
         "tune": {"max_steps": 2, "per_device_train_batch_size": 1},
         **changes,
     }
@@ -399,6 +399,14 @@ def test_stages_differ_in_what_they_should(lengthened):
     assert by["baseline", "tuned"] < by["baseline", "yarn"]
 
 
+def test_transfer_without_a_sink_is_said(tmp_path):
+    found = run_study(lengths(runs=[{"variant": "baseline"}]), tmp_path)["Longer"]
+    assert [one["lengths"] is None for one in found] == [False] * 3 + [True] * 3
+    report = (tmp_path / "report.md").read_text()
+    assert "No sink to transfer, and so no result: sink transfer of baseline, seed 0." in report
+    assert "| sink transfer of baseline | YaRN | - | - |" in report
+
+
 def test_finished_extension_is_not_done_again(lengthened, monkeypatch):
     folder, found = lengthened
     monkeypatch.setattr("gated_attention.study.run.finish_stage", lambda *_, **__: pytest.fail("done again"))
@@ -428,8 +436,9 @@ def test_spread(values, expected):
         ({"lengths": [128, 512]}, "the corpus must have rows of the first and the last"),
         ({"factor": 1.0}, "`factor` must be greater than 1"),
         ({"tune": {}}, "`tune.max_steps` must be given"),
+        ({"transfer_tokens": 1000}, "must hold 8 windows of 128 tokens"),
     ],
-    ids=["order", "first", "rows", "factor", "steps"],
+    ids=["order", "first", "rows", "factor", "steps", "windows"],
 )
 def test_extension_that_cannot_be(changes, message):
     with pytest.raises(StudyError, match=message):

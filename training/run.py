@@ -31,6 +31,7 @@ from .trainer import (
     PretrainTrainer,
     is_complete,
     last_checkpoint,
+    print_no_logs,
     refuse_silent_fallbacks,
     remove_unfinished,
     sft_trainer_class,
@@ -64,13 +65,14 @@ class TrainingResult:
     merged: Path | None = None
 
 
-def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult:
+def train(recipe: Recipe, echo: Callable[[str], None] = print, logs: bool = True) -> TrainingResult:
     """
     Train a model as a recipe says.
 
     Args:
         recipe ([`Recipe`]): What to do.
         echo: Where the table of parameter groups and the results go.
+        logs: Whether what Trainer logs is printed, too.
 
     Returns:
         [`TrainingResult`]
@@ -108,6 +110,8 @@ def train(recipe: Recipe, echo: Callable[[str], None] = print) -> TrainingResult
     if trainer.is_world_process_zero():
         echo(table)
     trainer.add_callback(KeepRecipe(recipe))
+    if not logs:
+        print_no_logs(trainer)
     if recipe.diagnostics.every:
         options = (recipe.diagnostics.every, recipe.diagnostics.window, recipe.diagnostics.threshold)
         trainer.add_callback(DiagnosticsCallback(trainer, _watched_batch(trainer), *options))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 import yaml
+from tqdm import tqdm
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .errors import DivergedError, RecipeError
@@ -165,7 +167,28 @@ def remove_unfinished(output_dir: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
 
 
+class BarAlone(ProgressCallback):
+    """A bar for the steps, on a terminal, that goes when they are done; what is logged is not printed."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(
+                total=state.max_steps, desc="Training", unit="step", leave=False, dynamic_ncols=True, disable=None
+            )
+        self.current_step = 0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
+
+
 RECIPE_FILE = "recipe.yaml"
+
+
+def print_no_logs(trainer: Trainer) -> None:
+    """For trainings that are one of many."""
+    for printing in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(printing)
+    trainer.add_callback(BarAlone())
 
 
 class KeepRecipe(TrainerCallback):
