@@ -198,7 +198,7 @@ def _by_length(options: ExtensionOptions, results: list[dict[str, Any]]):
     axes[-1].axvline(options.lengths[0], color="grey", linewidth=0.8)
     for axis in axes:
         axis.grid(alpha=0.3)
-    _legend_below(figure, axes[0])
+    _legend_below(figure, axes[0], columns=3)
     return figure
 
 
@@ -213,7 +213,7 @@ def _by_depth(options: ExtensionOptions, results: list[dict[str, Any]]):
         squeeze=False,
     )
     image = None
-    for row, task in zip(axes, tasks, strict=True):
+    for line, (row, task) in enumerate(zip(axes, tasks, strict=True)):
         for axis, ((name, stage), of) in zip(row, staged.items(), strict=True):
             grid = []
             for length in options.lengths:
@@ -223,15 +223,20 @@ def _by_depth(options: ExtensionOptions, results: list[dict[str, Any]]):
             image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="viridis")
             axis.set_xticks([0, len(grid[0]) - 1], ["begin", "end"], fontsize="x-small")
             axis.set_yticks(range(len(options.lengths)), options.lengths, fontsize="x-small")
-            if row is axes[0]:
+            if line == 0:
                 axis.set_title(f"{name},\n{STAGES[stage]}", fontsize="x-small")
         row[0].set_ylabel(task)
     figure.colorbar(image, ax=axes, label="share right", shrink=0.6)
     return figure
 
 
-def _legend_below(figure, axis) -> None:
+def _legend_below(figure, axis, columns: int = 4) -> None:
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(4, max(1, len(labels))), frameon=False, fontsize="small"
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(columns, max(1, len(labels))),
+        frameon=False,
+        fontsize="small",
     )
