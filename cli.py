@@ -346,6 +346,14 @@ def heal(
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Compute in bfloat16: faster on GPUs, and on CPUs with AMX.")
     ] = False,
+    smoothing: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="How strongly outliers go from inputs into weights at the end, which helps eight bits and changes nothing else. 0: not at all.",
+        ),
+    ] = 0.7,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate the transfer on.")] = 32768,
     calibration_length: Annotated[int, typer.Option(help="Tokens in a window of those, and of the tests.")] = 512,
     granularity: _Granularity = "headwise",
@@ -389,6 +397,7 @@ def heal(
             copy_share=copy_share,
             sampled_share=sampled_share,
             bf16=bf16,
+            smoothing=smoothing,
             texts=tuple(test or ()),
             dtype=dtype,
         )
@@ -546,6 +555,14 @@ def low_bit(
         bool | None,
         typer.Option("--torchao/--no-torchao", help="Run torchao's dynamic int8 too; default: if it is installed."),
     ] = None,
+    smoothing: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Try the model smoothed, too, so strongly (0.5 to 0.8): outliers go from inputs into weights, nothing else changes. 0: do not.",
+        ),
+    ] = 0.0,
     dtype: _Dtype = "auto",
     device: _Device = None,
     trust_remote_code: _TrustRemoteCode = False,
@@ -560,7 +577,7 @@ def low_bit(
             _with_demo_model(models),
             TextOptions(text, length, tokens, bos, dataset, split, column),
             LoadOptions(dtype, None, device, trust_remote_code),
-            LowBitOptions(torchao, lm_head, tuple(keep or ()), by_layer),
+            LowBitOptions(torchao, lm_head, tuple(keep or ()), by_layer, smoothing),
             out=out,
             echo=typer.echo,
         )

@@ -7,6 +7,7 @@ from .low_bit import LowBitResult, low_bit_perplexity
 from .low_bit_layers import LayerCosts, layer_costs
 from .prompts import Answer, answer_prompts
 from .results import Activation, GateSummary, Inspection, InspectionSettings, LayerInspection
+from .smoothing import smooth_model
 from .streaming import StreamingResult, streaming_perplexity
 
 
@@ -29,6 +30,7 @@ __all__ = [
     "inspect_text",
     "layer_costs",
     "low_bit_perplexity",
+    "smooth_model",
     "streaming_perplexity",
 ]
 

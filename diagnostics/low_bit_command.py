@@ -3,7 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,12 +16,20 @@ from .inspection import windows_of
 from .low_bit import SCHEMES, LowBitResult, check_torchao, linear_layers, low_bit_perplexity, torchao_perplexity
 from .low_bit_layers import LayerCosts, layer_costs
 from .report import aligned, begins
+from .smoothing import smooth_model
 
 
 # Parts and linear layers that are listed for each model; the JSON file has them all.
 _LISTED = 10
 
-_RUN_LABELS = {None: "not rounded", **SCHEMES, "torchao": "torchao's dynamic int8"}
+_RUN_LABELS = {
+    None: "not rounded",
+    **SCHEMES,
+    "smoothed": "one scale a tensor, smoothed",
+    "torchao": "torchao's dynamic int8",
+}
+# Windows that a smoothing is found on.
+_SMOOTHED_ON = 16
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,14 @@ class LowBitOptions:
         lm_head: Whether the output head is rounded too.
         keep: Patterns (of `re.search`) for the names of linear layers that are left as they are.
         by_layer: Tokens to find on which layers cost most; 0: they are not looked for.
+        smoothing: Strength of a smoothing ([`smooth_model`]) that is tried too, found on the windows that follow those of the test; 0: none.
     """
 
     torchao: bool | None = None
     lm_head: bool = False
     keep: tuple[str, ...] = ()
     by_layer: int = 0
+    smoothing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,7 @@ def run_low_bit(
     content, text_name = text_options.read()
     results: dict[str, LowBitComparison] = {}
     for name, model, tokenizer in loaded_models(models, load_options):
-        windows, bos = windows_of(tokenizer, content, text_options.length, text_options.tokens, text_options.bos)
+        windows, bos, others = _windows(tokenizer, content, text_options, options)
         rounded = _not_kept(model, options)
         runs = {}
         schemes = [None, *SCHEMES, *(["torchao"] if torchao else [])]
@@ -105,6 +115,10 @@ def run_low_bit(
         if options.by_layer:
             some = windows[: max(1, options.by_layer // text_options.length)]
             layers = layer_costs(model, some, only=rounded, name=name)
+        if options.smoothing:  # last: it changes the weights
+            smooth_model(model, others, options.smoothing)
+            run = low_bit_perplexity(model, windows, "per_tensor", only=rounded, lm_head=options.lm_head)
+            runs["smoothed"] = replace(run, scheme="smoothed")
         settings = model_settings(
             model,
             text=text_name,
@@ -124,6 +138,20 @@ def run_low_bit(
         draw_input_ranges({name: result.layers for name, result in results.items() if result.layers}, out)
         echo(f"\nlow_bit.json and figures are in {out}")
     return results
+
+
+def _windows(tokenizer, content: str, text_options: TextOptions, options: LowBitOptions):
+    """The windows of the test, whether they begin with BOS, and those that follow on them."""
+    length, tokens = text_options.length, text_options.tokens
+    if not options.smoothing:
+        return *windows_of(tokenizer, content, length, tokens, text_options.bos), []
+    found, bos = windows_of(tokenizer, content, length, tokens + _SMOOTHED_ON * length, text_options.bos)
+    number = max(1, tokens // length)
+    if len(found) <= number:
+        raise InspectionError(
+            f"the text has no windows of {length} tokens after the {number} of the test to find a smoothing on; give a longer text, or fewer --tokens"
+        )
+    return found[:number], bos, found[number:]
 
 
 def low_bit_report(results: dict[str, LowBitComparison]) -> str:

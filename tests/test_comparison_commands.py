@@ -70,6 +70,33 @@ def test_low_bit(models, text, tmp_path):
     assert tree_hashes(models[0]) == before
 
 
+def test_low_bit_smoothed(models, text, tmp_path):
+    """Found on the windows that follow, and the last run, since it changes weights."""
+    before = tree_hashes(models[0])
+    out = tmp_path / "out"
+    result = low_bit_run(models[:2], text, "--smoothing", 0.5, "--out", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads((out / "low_bit.json").read_text())
+    plain = json.loads((out / "low_bit.json").read_text())["source"]["runs"]
+    assert list(plain)[-1] == "smoothed" and plain["smoothed"]["scheme"] == "smoothed"
+    assert plain["smoothed"]["perplexity"] != plain["per_tensor"]["perplexity"]
+    line = line_of(result.output, "one scale a tensor, smoothed  ")
+    for model in found.values():
+        assert f"(x {model['runs']['smoothed']['ratio']:.3f})" in line
+    without = low_bit_run(models[:1], text)
+    assert f"{plain['not_rounded']['perplexity']:,.3f} (x 1.000)" in line_of(without.output, "not rounded  ")
+    assert tree_hashes(models[0]) == before
+
+
+def test_low_bit_smoothed_needs_more_text(source, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("the gate opens " * 40)
+    result = run(
+        "low-bit", source, "--text", short, "--length", 32, "--tokens", 4096, "--no-torchao", "--smoothing", 0.5
+    )
+    assert result.exit_code == 1 and "to find a smoothing on" in result.output
+
+
 def test_low_bit_keeps_layers(source, text):
     result = low_bit_run([source], text, "--keep", r"down_proj", "--keep", r"layers\.0\.")
     assert result.exit_code == 0, result.output

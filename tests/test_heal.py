@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import COMMAND, TINY_SHAPE, save_source, tiny_llama, tiny_tokenizer, tree_hashes
+from conftest import (
+    COMMAND,
+    TINY_SHAPE,
+    logits_of,
+    save_source,
+    tiny_input_ids,
+    tiny_llama,
+    tiny_tokenizer,
+    tree_hashes,
+)
 from test_sink_transfer import TEXT, planted_sink
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -68,6 +77,17 @@ def test_healed_model_has_no_sink_and_is_as_good(planted_source, target, tmp_pat
     assert "transferred" not in card.partition("## Attention")[0] and "rows.jsonl" not in card
     assert (target / "training_curves.png").is_file() and not list(target.glob("checkpoint-*"))
     assert any("teacher_perplexity" in text for text in said)
+
+
+def test_smoothing_at_the_end_changes_no_logit(planted_source, tmp_path):
+    logits, weights = {}, {}
+    for smoothing in (0.0, 0.7):
+        target = tmp_path / f"healed-{smoothing}"
+        heal(planted_source, target, TEXT, options(smoothing=smoothing), echo=lambda text: None)
+        model = AutoModelForCausalLM.from_pretrained(target)
+        logits[smoothing], weights[smoothing] = logits_of(model, tiny_input_ids(1, 24)), model.state_dict()
+    assert torch.equal(logits[0.0], logits[0.7])
+    assert any(not torch.equal(tensor, weights[0.7][name]) for name, tensor in weights[0.0].items())
 
 
 def test_a_healing_that_was_stopped_goes_on(planted_source, target, monkeypatch, tmp_path, caplog):
@@ -246,7 +266,8 @@ def test_command_and_recipe_train_in_the_same_way():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokens": 100}, "`tokens` must hold a step of 4 rows of 32 tokens, got 100"),
+        ({"tokens": 50}, "`tokens` must hold a step of 2 rows of 32 tokens, got 50"),
+        ({"smoothing": 2}, "`smoothing` must be at least 0 and at most 1, got 2"),
         ({"copy_share": 1}, "`copy_share` must be at least 0 and at most 0.5, got 1"),
         ({"sampled_share": -0.1}, "`sampled_share` must be at least 0 and at most 0.5, got -0.1"),
         ({"copy_share": 0.5, "sampled_share": 0.45}, "must leave a tenth for the text, got 0.5 and 0.45"),
@@ -254,7 +275,7 @@ def test_command_and_recipe_train_in_the_same_way():
         ({"transfer": {"test_tokens": 0}}, "a healing is tested"),
         ({"length": 300, "tokens": 2000}, "`test_tokens` must be at least a row of `length` 300, got 256"),
     ],
-    ids=["tokens", "copies", "sampled", "no_text", "length", "no_test", "short_test"],
+    ids=["tokens", "smoothing", "copies", "sampled", "no_text", "length", "no_test", "short_test"],
 )
 def test_options_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(ConversionError, match=words):

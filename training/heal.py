@@ -22,6 +22,7 @@ from ..conversion.staging import exclusive, staged_folder
 from ..diagnostics.command import LoadOptions
 from ..diagnostics.report import aligned, card_section, settings_line, summary_rows
 from ..diagnostics.results import Inspection
+from ..diagnostics.smoothing import smooth_model
 from .errors import RecipeError
 from .healing_rows import HealingRows, Mixture
 from .outputs import RESULTS_FILE, write_card, write_results
@@ -32,6 +33,8 @@ from .run import train
 logger = logging.getLogger(__name__)
 
 HEALING_FILE = "healing.json"
+# Rows of the text that a smoothing is found on.
+SMOOTHED_ON = 16
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class HealingOptions:
             loses most of it.
         sampled_share: Share of the rows that the source writes by itself, which are of all the kinds of text that it knows.
         bf16: Whether products are computed in bfloat16 (weights stay in float32): faster on GPUs and on CPUs with AMX.
+        smoothing: How strongly the healed model is smoothed ([`smooth_model`]): outliers go from inputs of linear layers into weights, for the sake of
+            eight bits; no logit changes. 0: not at all.
         texts: Text files of other kinds to test on.
         dtype: Format that the models are tested in. Training is in float32, and the result has the source's format.
     """
@@ -65,6 +70,7 @@ class HealingOptions:
     copy_share: float = 0.2
     sampled_share: float = 0.3
     bf16: bool = False
+    smoothing: float = 0.7
     texts: tuple[Path, ...] = ()
     dtype: str = "auto"
 
@@ -76,6 +82,8 @@ class HealingOptions:
             raise ConversionError(
                 f"`tokens` must hold a step of {self.batch} rows of {self.length} tokens, got {self.tokens}"
             )
+        if not 0 <= self.smoothing <= 1:
+            raise ConversionError(f"`smoothing` must be at least 0 and at most 1, got {self.smoothing}")
         for name in ("copy_share", "sampled_share"):
             if not 0 <= getattr(self, name) <= 0.5:
                 raise ConversionError(f"`{name}` must be at least 0 and at most 0.5, got {getattr(self, name)}")
@@ -201,6 +209,8 @@ def heal(
                 f"{error} (the training is in {work}, and the same command goes on from there)"
             ) from error
         _round_as_the_source(trained, transferred)
+        if options.smoothing:
+            _smooth(trained, rows, options)
 
         folders = {"source": source, "transferred": transferred, "healed": trained}
         found = inspect_folders(folders, windows, bos, load)
@@ -261,6 +271,12 @@ def _round_as_the_source(trained: Path, transferred: Path) -> None:
     dtype = AutoConfig.from_pretrained(transferred).dtype
     if dtype not in (None, torch.float32):
         AutoModelForCausalLM.from_pretrained(trained, dtype=dtype).save_pretrained(trained)
+
+
+def _smooth(trained: Path, rows: HealingRows, options: HealingOptions) -> None:
+    model = AutoModelForCausalLM.from_pretrained(trained, dtype="auto").to(options.transfer.device)
+    smooth_model(model, (torch.tensor([row]) for row in rows.of_text(SMOOTHED_ON)), options.smoothing)
+    model.save_pretrained(trained)
 
 
 def _write_report(path: Path, transferred: Path, options: HealingOptions, found: dict[str, list[Inspection]]) -> None:

@@ -81,6 +81,12 @@ class HealingRows:
                 f"twice in a row; got {length}"
             )
 
+    def of_text(self, number: int) -> list[list[int]]:
+        """The first rows of the text, each beginning with BOS, where there is one."""
+        begin = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        inside = self.mixture.length - len(begin)
+        return [begin + row for row in itertools.islice(_cut(self.ids, 0, self.test, inside, inside), number)]
+
     def write(self, folder: Path) -> tuple[list[dict], Path]:
         """
         Write them. What is there already from an earlier try is kept.
