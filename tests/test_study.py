@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sqlite3
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gated_attention.study import (
     StudyError,
     TaskRow,
     build_corpus,
+    load_study,
     make_study,
     run_study,
     task_accuracy,
@@ -24,6 +26,7 @@ from gated_attention.study.report import spread
 from gated_attention.study.tasks import is_test_key
 
 
+STUDIES = Path(__file__).parent.parent / "recipes" / "studies"
 OPTIONS = CorpusOptions(
     sources=["help"], characters=200_000, vocab_size=600, lengths=[128], task_rows=20, test_share=0.2
 )
@@ -412,6 +415,17 @@ def test_finished_extension_is_not_done_again(lengthened, monkeypatch):
     monkeypatch.setattr("gated_attention.study.run.finish_stage", lambda *_, **__: pytest.fail("done again"))
     monkeypatch.setattr("gated_attention.study.run.train", lambda *_, **__: pytest.fail("trained again"))
     assert run_study(lengths(), folder) == found
+
+
+@pytest.mark.parametrize("smoke", [False, True], ids=["whole", "smoke"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
+def test_studies_of_the_repository_can_be_read(name, smoke):
+    found = load_study(STUDIES / f"{name}.yaml", smoke)
+    assert found.name == name and found.about.strip().endswith(".")
+    for table in found.tables:
+        for run in table.runs:
+            if run.equal_parameters:
+                narrower({**found.recipe["new_model"], "variant": run.variant, "vocab_size": found.corpus.vocab_size})
 
 
 @pytest.mark.parametrize(
