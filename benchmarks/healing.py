@@ -7,7 +7,7 @@ What heals a model: sinks handed to gates first, gates that start as the identit
 Default source: SmolLM2-135M-Instruct, dequantised from Q4_1, in float32. Text: Python's help pages, whose end is one test; `--other` names a text of
 another kind, which neither the transfer nor the healing sees. Each start is healed once a seed, which decides the windows of the transfer and the rows
 of the healing; the figures are means over seeds, with the standard deviation. Without gates the penalty on the first token's share is all that
-works against the sink. A transfer also makes massive activations smaller; `transfer_massive_kept` does not. All are tested in the source's format.
+works against the sink. A transfer also makes massive activations smaller; `transfer_massive_kept` does not. All are tested in the source's format; eight bits as they are and smoothed.
 What is finished lies in `--work` and in the output, and is not done again.
 """
 
@@ -30,9 +30,10 @@ from gated_attention.conversion.places import TRAINING_RESULTS_FILE
 from gated_attention.conversion.sink_transfer import TransferOptions
 from gated_attention.conversion.sink_transfer.command import windows_of_tests
 from gated_attention.demo import demo_checkpoint
-from gated_attention.diagnostics import copying_accuracy, low_bit_perplexity, streaming_perplexity
+from gated_attention.diagnostics import copying_accuracy, low_bit_perplexity, smooth_model, streaming_perplexity
 from gated_attention.diagnostics.texts import default_text
 from gated_attention.training import HealingOptions, healing_recipe, make_recipe, train
+from gated_attention.training.heal import SMOOTHED_ON
 from gated_attention.training.healing_rows import HealingRows
 
 
@@ -41,6 +42,7 @@ LENGTH = 512
 COPIED = (32, 256, 1024)
 STREAM = {"length": 2048, "window": 256}
 LOW_BIT_TOKENS = 4096
+SMOOTHING = 0.7
 ROWS = {
     "perplexity": "{:.2f}",
     "f_attn": "{:.4f}",
@@ -84,7 +86,8 @@ def healed(kind: str, source: Path, text: str, options: HealingOptions, work: Pa
     return trained
 
 
-def figures_of(folder: Path, dtype, tokenizer, tests: dict[str, list[torch.Tensor]]) -> dict:
+def figures_of(folder: Path, dtype, tokenizer, tests: dict[str, list[torch.Tensor]], others: list) -> dict:
+    """What a model gives; `others` are windows of the text before its test, to find a smoothing on."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     bos = tokenizer.bos_token_id is not None
     found = {"tests": {}}
@@ -104,6 +107,11 @@ def figures_of(folder: Path, dtype, tokenizer, tests: dict[str, list[torch.Tenso
     found["copying"] = {
         str(result.distance): result.accuracy for result in copying_accuracy(model, tokenizer, COPIED, bos=bos)
     }
+    smooth_model(model, others, SMOOTHING)  # last: it changes the weights
+    for name, windows in tests.items():
+        few = windows[: LOW_BIT_TOKENS // LENGTH]
+        plain = low_bit_perplexity(model, few, None).perplexity
+        found["tests"][name]["low_bit_smoothed_ratio"] = low_bit_perplexity(model, few).perplexity / plain
     del model
     gc.collect()
     return found
@@ -130,6 +138,8 @@ def main() -> None:
         TransferOptions(test_tokens=test_tokens, length=LENGTH), tokens=arguments.tokens, bf16=arguments.bf16
     )
     tests, _ = windows_of_tests(source, text, text_name, options.transfer, [arguments.other])
+    rows = HealingRows(source, text, options.mixture, options.transfer)
+    others = [torch.tensor([row]) for row in rows.of_text(SMOOTHED_ON)]
     settings = {
         "version": __version__,
         "source": source.name,
@@ -155,7 +165,7 @@ def main() -> None:
         else:
             seeded = replace(options, transfer=replace(options.transfer, seed=seed))
             folder = healed(kind, source, text, seeded, work)
-        found["runs"][name] = figures_of(folder, dtype, tokenizer, tests)
+        found["runs"][name] = figures_of(folder, dtype, tokenizer, tests, others)
         arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(table(found["runs"]), flush=True)
 
@@ -171,6 +181,7 @@ def table(runs: dict[str, dict]) -> str:
             values = {
                 **{key: ([run["tests"][test][key] for run in of_kind], form) for key, form in ROWS.items()},
                 "low-bit": ([run["tests"][test]["low_bit_ratio"] for run in of_kind], "x {:.3f}"),
+                "smoothed": ([run["tests"][test]["low_bit_smoothed_ratio"] for run in of_kind], "x {:.3f}"),
                 "window": ([run["tests"][test]["stream"]["0"] for run in of_kind], "{:.2f}"),
                 **{
                     f"copied {far}": ([run["copying"][far] for run in of_kind], "{:.1%}")
