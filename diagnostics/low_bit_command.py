@@ -16,7 +16,7 @@ from .inspection import windows_of
 from .low_bit import SCHEMES, LowBitResult, check_torchao, linear_layers, low_bit_perplexity, torchao_perplexity
 from .low_bit_layers import LayerCosts, layer_costs
 from .report import aligned, begins
-from .smoothing import smooth_model
+from .smoothing import check_smoothing, smooth_model
 
 
 # Parts and linear layers that are listed for each model; the JSON file has them all.
@@ -102,6 +102,8 @@ def run_low_bit(
     content, text_name = text_options.read()
     results: dict[str, LowBitComparison] = {}
     for name, model, tokenizer in loaded_models(models, load_options):
+        if options.smoothing:
+            check_smoothing(model)  # before the work
         windows, bos, others = _windows(tokenizer, content, text_options, options)
         rounded = _not_kept(model, options)
         runs = {}

@@ -69,8 +69,7 @@ def smooth_model(model: nn.Module, windows: Iterable[torch.Tensor], strength: fl
     """
     if not 0 <= strength <= 1:
         raise InspectionError(f"`strength` must lie between 0 and 1, got {strength}")
-    _refuse_other_functions(model)
-    places = [place for layer in decoder_layers(model) for place in _places(model, layer)]
+    places = check_smoothing(model)
     largest: list[torch.Tensor | None] = [None] * len(places)
     with evaluating(model), _watched(places, largest):
         for window in windows:
@@ -78,6 +77,17 @@ def smooth_model(model: nn.Module, windows: Iterable[torch.Tensor], strength: fl
     if any(one is None for one in largest):
         raise InspectionError("give at least one window to smooth a model on")
     return sum(_smooth(place, found, strength) for place, found in zip(places, largest, strict=True))
+
+
+def check_smoothing(model: nn.Module) -> list[_Place]:
+    """
+    What would be smoothed.
+
+    Raises:
+        [`InspectionError`]: the model has layers of which the function would change.
+    """
+    _refuse_other_functions(model)
+    return [place for layer in decoder_layers(model) for place in _places(model, layer)]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import gc
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from ..conversion.errors import NothingToTransferError
 from ..conversion.sink_transfer import transfer_sinks
-from ..diagnostics import inspect_model
-from ..training import make_recipe, train
+from ..conversion.staging import staged_folder
+from ..diagnostics import InspectionError, inspect_model
 from .corpus import Corpus
 from .errors import StudyError
 from .plan import ExtensionOptions, Run
 from .tasks import task_accuracy
+from .training import device_of, train_once
 
 
 STAGES = {"plain": "as trained", "yarn": "YaRN", "tuned": "YaRN, tuned"}
@@ -45,11 +46,16 @@ class Stage:
         name = self.run.options.name
         return TRANSFERRED.format(name) if self.transferred else name
 
-    def key(self, corpus: Corpus) -> str:
-        """What tells it apart from others; the training that it begins with is in it."""
+    def settings_key(self, corpus: Corpus) -> str:
+        """What tells the models of an extension apart from those of others; the training that they begin with is in it."""
         settings = {name: getattr(self.options, name) for name in ("lengths", "factor", "tune", "transfer_tokens")}
-        content = [self.run.key(corpus), self.transferred, self.stage, settings]
+        content = [self.run.key(corpus), settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def key(self, corpus: Corpus) -> str:
+        """What tells it apart from other stages."""
+        content = [self.settings_key(corpus), self.transferred, self.stage]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def stages_of(options: ExtensionOptions, runs: Iterator[Run]) -> Iterator[Stage]:
@@ -62,23 +68,20 @@ def stages_of(options: ExtensionOptions, runs: Iterator[Run]) -> Iterator[Stage]
                 yield Stage(options, run, transferred, stage)
 
 
-def finish_stage(
-    stage: Stage, corpus: Corpus, trained: Path, folder: Path, echo: Callable[[str], None] = print
-) -> dict[str, Any]:
+def finish_stage(stage: Stage, corpus: Corpus, base: dict[str, Any], trained: Path, folder: Path) -> dict[str, Any]:
     """
     Measure a model at a stage.
 
     Args:
         stage ([`Stage`]): Which.
         corpus ([`Corpus`]): With rows of the greatest length.
-        trained (`Path`): Folder of the model that was trained at the shortest length.
+        base (`dict`): The result of the training at the shortest length.
+        trained (`Path`): Folder of the model that it gave.
         folder (`Path`): For what is made of it.
-        echo: Where it is said what is done.
 
     Returns:
-        What the table of results keeps; with no `lengths` where there was no sink to transfer.
+        What the table of results keeps. Where there is no model to measure it has no `lengths`, and a `reason`.
     """
-    options, longest = stage.options, stage.options.lengths[-1]
     result = {
         "study": stage.run.study.name,
         "variant": stage.run.options.variant,
@@ -88,44 +91,71 @@ def finish_stage(
         "diverged": False,
         "lengths": None,
     }
+    if base["diverged"]:
+        return result | {"diverged": True, "reason": f"its training diverged at step {base['steps']}"}
+    try:
+        model = _model_at(stage, corpus, trained, folder)
+        if model is None:
+            return result | {"diverged": True, "reason": "the training at the greatest length diverged"}
+        lengths = measured(model, corpus, stage)
+    except NothingToTransferError as error:
+        return result | {"reason": f"no sink to transfer: {error}"}
+    except InspectionError as error:
+        return result | {"diverged": True, "reason": f"it cannot be measured: {error}"}
+    first = lengths[str(stage.options.lengths[0])]
+    return result | {"lengths": lengths, "perplexity": first["perplexity"], "f_attn": first["f_attn"]}
+
+
+def _model_at(stage: Stage, corpus: Corpus, trained: Path, folder: Path) -> Path | None:
+    """The folder of the model at a stage, made if it is not there; None if its training diverges."""
+    options, longest = stage.options, stage.options.lengths[-1]
+    content = stage.run.recipe(corpus, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     source = trained
     if stage.transferred:
         source = folder / "transferred"
-        try:
-            transferred(trained, source, folder / "llama", corpus, options)
-        except NothingToTransferError as error:
-            echo(f"{stage.name}, seed {stage.run.seed}: {error}")
-            return result
-    if stage.stage != "plain":
-        with_yarn(source, folder / f"yarn-{source.name}", options.factor, longest)
-        source = folder / f"yarn-{source.name}"
-    if stage.stage == "tuned":
-        tuned = folder / f"tuned-{source.name}"
-        content = stage.run.recipe(corpus, tuned)
-        content.pop("new_model")
-        content |= {"model": str(source), "length": longest, "data": corpus.data(longest)} | options.tune
-        train(make_recipe(content | {"resume_from_checkpoint": "auto"}), echo=lambda line: None, logs=False)
-        for checkpoint in tuned.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
-        source = tuned
-    result["lengths"] = measured(source, corpus, stage)
-    first = result["lengths"][str(options.lengths[0])]
-    return result | {"perplexity": first["perplexity"], "f_attn": first["f_attn"]}
+        transferred(trained, source, folder / "llama", corpus, options, device_of(content))
+    if stage.stage == "plain":
+        return source
+    # The model that was trained lies in a folder named by its key.
+    name = "transferred" if stage.transferred else "trained"
+    with_yarn(source, folder / f"yarn-{name}", options.factor, options.lengths[0], longest)
+    if stage.stage == "yarn":
+        return folder / f"yarn-{name}"
+    tuned = folder / f"tuned-{name}"
+    content.pop("new_model")
+    content |= options.tune
+    content |= {"model": str(folder / f"yarn-{name}"), "length": longest, "data": corpus.data(longest)}
+    outcome = train_once(content | {"output_dir": str(tuned)})
+    return None if outcome.diverged else tuned
 
 
-def transferred(source: Path, target: Path, llama: Path, corpus: Corpus, options: ExtensionOptions) -> None:
+def transferred(
+    source: Path, target: Path, llama: Path, corpus: Corpus, options: ExtensionOptions, device: str = "cpu"
+) -> None:
     """A model after its sink transfer; `llama` is where it lies as the transfer takes it."""
     if target.is_dir():
         return
     as_llama(source, llama)
     text = transfer_text(corpus, options.transfer_tokens)
-    transfer_sinks(llama, target, text, tokens=options.transfer_tokens, length=options.lengths[0], bos_share=1.0)
+    length = options.lengths[0]
+    transfer_sinks(
+        llama,
+        target,
+        text,
+        tokens=options.transfer_tokens,
+        length=length,
+        bos_share=1.0,
+        device=device,
+        progress=False,
+    )
 
 
 def measured(folder: Path, corpus: Corpus, stage: Stage) -> dict[str, Any]:
     """Perplexity, the loss by position, and the accuracy of each task by depth, at each length."""
     tests = stage.run.study.tests
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    device = device_of(stage.run.study.recipe)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     found = {}
     for length in stage.options.lengths:
         windows = corpus.test_windows(length, tests.tokens)
@@ -149,22 +179,21 @@ def measured(folder: Path, corpus: Corpus, stage: Stage) -> dict[str, Any]:
     return found
 
 
-def with_yarn(source: Path, target: Path, factor: float, length: int) -> None:
+def with_yarn(source: Path, target: Path, factor: float, trained_length: int, length: int) -> None:
     """A copy of a model whose RoPE is stretched by YaRN; no weight changes."""
     if target.is_dir():
         return
     config = AutoConfig.from_pretrained(source)
-    original = config.max_position_embeddings
     config.rope_parameters = {
         **config.rope_parameters,
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": original,
+        "original_max_position_embeddings": trained_length,
     }
-    config.max_position_embeddings = max(length, round(original * factor))
-    model = AutoModelForCausalLM.from_pretrained(source, config=config)
-    model.save_pretrained(target)
-    copy_tokenizer(source, target)
+    config.max_position_embeddings = max(length, round(trained_length * factor))
+    with staged_folder(target) as folder:
+        AutoModelForCausalLM.from_pretrained(source, config=config).save_pretrained(folder)
+        copy_tokenizer(source, folder)
 
 
 def as_llama(source: Path, target: Path) -> None:
@@ -183,13 +212,19 @@ def as_llama(source: Path, target: Path) -> None:
     llama = LlamaForCausalLM(LlamaConfig(**fields))
     missing, unexpected = llama.load_state_dict(model.state_dict(), strict=False)
     missing = [name for name in missing if name != "lm_head.weight" or not llama.config.tie_word_embeddings]
-    if missing or unexpected:
-        raise StudyError(
-            f"`transfer` needs a model that Llama can hold; {', '.join([*missing, *unexpected][:3])} are not in both: leave `qk_norm` and other "
-            "additions out of `recipe.new_model`, or set `transfer: false`"
+    tokens = torch.arange(min(64, model.config.vocab_size, model.config.max_position_embeddings))[None]
+    with torch.no_grad():
+        same = not (missing or unexpected) and torch.allclose(
+            llama.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4
         )
-    llama.save_pretrained(target)
-    copy_tokenizer(source, target)
+    if not same:
+        raise StudyError(
+            "`transfer` needs a model that Llama can hold, and this one computes something else: leave `qk_norm` and other additions out of `recipe.new_model` and "
+            "`changes`, or set `transfer: false`"
+        )
+    with staged_folder(target) as folder:
+        llama.save_pretrained(folder)
+        copy_tokenizer(source, folder)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -45,7 +45,10 @@ def draw_study(
             ("depths", "accuracy by length and depth", _by_depth),
         ):
             path = f"figures/length-{number}-{name}.png"
-            figure = draw(extension, [result for result in longer[extension.title] if result["lengths"]])
+            results = [result for result in longer[extension.title] if result["lengths"]]
+            if not results or (draw is _by_depth and not study.corpus.tasks):
+                continue
+            figure = draw(extension, results)
             figure.savefig(folder / path, dpi=130)
             load_pyplot().close(figure)
             drawn.setdefault(extension.title, {})[path] = what
@@ -146,7 +149,7 @@ def _stability(table: TableOptions, results: list[dict[str, Any]]):
         ]
         known = [(rate, values) for rate, values in known if values]
         left.plot([rate for rate, _ in known], [statistics.mean(values) for _, values in known], label=name, **style)
-        spikes = [statistics.mean(one["spikes"] for one in of if one["learning_rate"] == rate) for rate in rates]
+        spikes = [statistics.mean(one["spikes"] or 0 for one in of if one["learning_rate"] == rate) for rate in rates]
         right.plot(rates, spikes, **style)
         broken = [(rate, sum(one["diverged"] for one in of if one["learning_rate"] == rate)) for rate in rates]
         for rate, count in broken:
@@ -187,18 +190,19 @@ def _by_length(options: ExtensionOptions, results: list[dict[str, Any]]):
                 statistics.mean(one["lengths"][str(length)]["accuracy"][task]["accuracy"] for one in of)
                 for length in options.lengths
             ]
-            axis.plot(options.lengths, values, label=f"{name}, {STAGES[stage]}", **style)
+            axis.plot(options.lengths, values, **style)
         losses = zip(*(one["lengths"][str(options.lengths[-1])]["loss_by_position"] for one in of), strict=True)
         means = [statistics.mean(part) for part in losses]
         positions = [(place + 0.5) * POSITIONS_A_POINT for place in range(len(means))]
-        axes[-1].plot(positions, means, **style | {"marker": None})
+        label = f"{name}, {STAGES[stage]}"
+        axes[-1].plot(positions, means, label=label, **style | {"marker": None})
     for axis, task in zip(axes, tasks, strict=False):
         axis.set(title=f"{task}: share right", xlabel="tokens", ylim=(-0.02, 1.02), xticks=options.lengths)
     axes[-1].set(title=f"loss by position, windows of {options.lengths[-1]:,}", xlabel="position")
     axes[-1].axvline(options.lengths[0], color="grey", linewidth=0.8)
     for axis in axes:
         axis.grid(alpha=0.3)
-    _legend_below(figure, axes[0], columns=3)
+    _legend_below(figure, axes[-1], columns=3)
     return figure
 
 

@@ -36,6 +36,23 @@ MEASURES = {
 }
 
 
+# What the study sets itself.
+_OWN_KEYS = ("data", "evaluation_data", "output_dir", "model", "tokenizer", "seed")
+
+
+def _check_own_keys(where: str, content: dict[str, Any], refused: tuple[str, ...] = _OWN_KEYS) -> None:
+    for key in refused:
+        if key in content:
+            raise StudyError(f"`{where}.{key}` must be left out: the study sets it")
+
+
+def _check_names(title: str, runs: list["RunOptions"]) -> None:
+    names = [run.name for run in runs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise StudyError(f"two runs of {title!r} are called {twice!r}: give one of them a `label`")
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """
@@ -56,6 +73,7 @@ class RunOptions:
     def __post_init__(self):
         if self.variant not in GATE_VARIANTS:
             raise StudyError(f"`variant` must be one of {', '.join(GATE_VARIANTS)}; got {self.variant!r}")
+        _check_own_keys("changes", self.changes)
 
     @property
     def name(self) -> str:
@@ -94,6 +112,7 @@ class TableOptions:
                 raise StudyError(
                     f"`measures` of the table {self.title!r} has {measure!r}; there are {', '.join(MEASURES)}, accuracy"
                 )
+        _check_names(self.title, self.runs)
         if self.paper is not None and self.paper not in FIGURES:
             raise StudyError(f"`paper` must be one of {', '.join(FIGURES)}; got {self.paper!r}")
 
@@ -124,6 +143,11 @@ class ExtensionOptions:
     least_accuracy: float = 0.9
 
     def __post_init__(self):
+        for name in ("runs", "seeds"):
+            if not getattr(self, name):
+                raise StudyError(f"`{name}` of the extension {self.title!r} must not be empty")
+        _check_names(self.title, self.runs)
+        _check_own_keys("tune", self.tune, (*_OWN_KEYS, "new_model", "length"))
         if len(self.lengths) < 2 or sorted(set(self.lengths)) != self.lengths:
             raise StudyError(f"`lengths` must hold two or more, the shortest first, got {self.lengths}")
         if self.factor <= 1:
@@ -149,6 +173,11 @@ class TestOptions:
     tokens: int = 32768
     answers: int = 200
 
+    def __post_init__(self):
+        for name in ("tokens", "answers"):
+            if getattr(self, name) < 1:
+                raise StudyError(f"`tests.{name}` must be 1 or more, got {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class Study:
@@ -163,7 +192,8 @@ class Study:
         corpus: What it is trained on.
         extensions: What is tried at greater lengths.
         tests: What is measured.
-        smoke: Keys that stand over the study's for a short trial of everything, as dotted names.
+        smoke: What stands over the study for a short trial of everything. Of its `recipe` and `tune` what a line's `changes`
+            or an extension's `tune` have too stands over those; each line is trained with its first seed.
     """
 
     name: str
@@ -189,9 +219,7 @@ class Study:
                 )
         if "new_model" not in self.recipe:
             raise StudyError("`recipe.new_model` must be given: a study trains models from random weights")
-        for key in ("data", "evaluation_data", "output_dir", "model", "tokenizer", "seed"):
-            if key in self.recipe:
-                raise StudyError(f"`recipe.{key}` must be left out: the study sets it")
+        _check_own_keys("recipe", self.recipe)
 
     @property
     def length(self) -> int:
@@ -231,8 +259,9 @@ class Run:
     def key(self, corpus: Corpus) -> str:
         """What tells it apart from others: all that decides its figures, and nothing of where it lies."""
         content = self.recipe(corpus, Path())
-        for name in ("tokenizer", "data", "output_dir"):
+        for name in ("tokenizer", "output_dir"):
             content.pop(name)
+        content["data"] = [[Path(source["path"]).name, source["weight"]] for source in content["data"]]
         content |= {"corpus": corpus.manifest["sha256"], "tests": asdict(self.study.tests)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -251,20 +280,24 @@ class Run:
         return fields
 
 
-def parameters_of(fields: dict[str, Any]) -> int:
-    """How many parameters a model has, counted without making its weights."""
+def config_of(fields: dict[str, Any]) -> GatedAttentionConfig:
+    """The config of a `new_model` with its `variant`."""
     fields = dict(fields)
     try:
-        config = GatedAttentionConfig.from_variant(fields.pop("variant"), **fields)
-        with torch.device("meta"):
-            return GatedAttentionForCausalLM(config).num_parameters()
+        return GatedAttentionConfig.from_variant(fields.pop("variant"), **fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise StudyError(f"`recipe.new_model` describes no model: {error}") from error
 
 
+def parameters_of(fields: dict[str, Any]) -> int:
+    """How many parameters a model has, counted without making its weights."""
+    with torch.device("meta"):
+        return GatedAttentionForCausalLM(config_of(fields)).num_parameters()
+
+
 def narrower(fields: dict[str, Any]) -> int:
     """The largest `intermediate_size` with which a model has no more parameters than the same one without gates (paper, section 3.1)."""
-    width = fields["intermediate_size"]
+    width = config_of(fields).intermediate_size
     allowed = parameters_of(fields | {"variant": "baseline"})
     taken = parameters_of(fields)
     a_channel = taken - parameters_of(fields | {"intermediate_size": width - 1})
@@ -301,9 +334,9 @@ def load_study(path: str | Path, smoke: bool = False) -> Study:
 def make_study(content: dict[str, Any], smoke: bool = False) -> Study:
     """A study from a dictionary of its keys. Errors as for [`load_study`]."""
     content = numbers_in(copy.deepcopy(content))
-    if smoke:
-        content = _merged(content, content.get("smoke") or {})
     try:
+        if smoke:
+            content = _shortened(content)
         study = built(Study, content, "")
         # Whether Trainer knows the rest of the keys.
         for table in (*study.tables, *study.extensions):
@@ -322,3 +355,25 @@ def _merged(content: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         before = merged.get(key)
         merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _shortened(content: dict[str, Any]) -> dict[str, Any]:
+    """A study with its short setting over it."""
+    built(Study, content, "")  # so that what is taken apart here is what it should be
+    short = content.get("smoke")
+    if not short:
+        raise StudyError("the study has no `smoke`, and so no short setting")
+    content = _merged(content, short)
+    of_recipe = short.get("recipe", {})
+    for one in (*content.get("tables", ()), *content.get("extensions", ())):
+        one["seeds"] = one.get("seeds", [0])[:1]
+        for line in one["runs"]:
+            line["changes"] = _over_known(line.get("changes", {}), of_recipe)
+        if "tune" in one:
+            one["tune"] = _over_known(one["tune"], of_recipe)
+    return content
+
+
+def _over_known(content: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """What stands over the keys that are there already and say something."""
+    return _merged(content, {key: value for key, value in over.items() if content.get(key) not in (None, {})})

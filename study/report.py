@@ -45,7 +45,7 @@ def write_study_report(
     for one in study.extensions:
         results = longer[one.title]
         parts += [f"## {one.title}", "\n".join(extension_lines(one, results, list(corpus.options.tasks)))]
-        parts += [note for note in (_void_extension(one, results), _without_sink(results)) if note]
+        parts += [note for note in (_void_extension(one, results), _missing(results)) if note]
         parts.append(PAPER_LENGTHS)
         parts += [f"![{one.title}: {what}]({name})" for name, what in drawn.get(one.title, {}).items()]
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
@@ -165,12 +165,14 @@ def grouped_by_stage(results: list[dict[str, Any]]) -> dict[tuple[str, str], lis
     return found
 
 
-def _without_sink(results: list[dict[str, Any]]) -> str | None:
-    """What is to be said where a transfer had nothing to do."""
-    missing = dict.fromkeys(
-        f"{result['name']}, seed {result['seed']}" for result in results if result["lengths"] is None
+def _missing(results: list[dict[str, Any]]) -> str | None:
+    """What is to be said where there was no model to measure."""
+    reasons = dict.fromkeys(
+        f"{result['name']}, seed {result['seed']}: {result['reason']}"
+        for result in results
+        if result["lengths"] is None
     )
-    return f"No sink to transfer, and so no result: {'; '.join(missing)}." if missing else None
+    return f"No result: {'; '.join(reasons)}." if reasons else None
 
 
 def _void_extension(options: ExtensionOptions, results: list[dict[str, Any]]) -> str | None:

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +15,17 @@ from transformers import AutoModelForCausalLM
 
 from .._version import package_versions
 from ..conversion.staging import exclusive
-from ..diagnostics import inspect_model
+from ..diagnostics import InspectionError, inspect_model
 from ..diagnostics.callback import SPIKES_FILE
 from ..diagnostics.plots import check_plots
-from ..training import DivergedError, make_recipe, train
 from .corpus import Corpus, build_corpus
 from .errors import StudyError
-from .extension import STAGES, Stage, finish_stage, stages_of
+from .extension import STAGES, finish_stage, stages_of
 from .plan import Run, Study
 from .report import write_study_report
 from .results import ResultsTable
 from .tasks import task_accuracy
+from .training import device_of, remove_checkpoints, train_once
 
 
 def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = print) -> dict[str, list[dict]]:
@@ -51,6 +50,8 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
     check_plots()
     with exclusive(folder / "study"), _without_bars_of_datasets():
         corpus = build_corpus(folder / "corpus", study.corpus)
+        for length in {study.length, *(length for one in study.extensions for length in one.lengths)}:
+            corpus.test_windows(length, study.tests.tokens)  # that there are so many is known before hours of training
         table = ResultsTable(folder)
         models = folder / "models"
         runs = {run.key(corpus): run for one in (*study.tables, *study.extensions) for run in study.runs(one)}
@@ -61,13 +62,14 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
         )
         for number, key in enumerate(tqdm(missing, desc="Runs", unit="run", disable=None), start=1):
             if key in runs:
-                result = finish_run(runs[key], corpus, models / key, echo)
+                folder_of_models = models / key
+                result = finish_run(runs[key], corpus, folder_of_models)
             else:
-                trained = stages[key].run.key(corpus)
-                _refuse_diverged(table.find(trained), stages[key])
-                folder_of_stages = models / f"{trained}-longer"
-                result = finish_stage(stages[key], corpus, models / trained, folder_of_stages, lambda line: None)
+                stage, trained = stages[key], stages[key].run.key(corpus)
+                folder_of_models = models / stage.settings_key(corpus)
+                result = finish_stage(stage, corpus, table.find(trained), models / trained, folder_of_models)
             table.add(key, result)
+            remove_checkpoints(folder_of_models)
             echo(f"{number} of {len(missing)}: {_described(result)}")
         found = {
             one.title: [table.find(run.key(corpus)) | {"name": run.options.name} for run in study.runs(one)]
@@ -98,44 +100,36 @@ def _without_bars_of_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def finish_run(run: Run, corpus: Corpus, folder: Path, echo: Callable[[str], None] = print) -> dict[str, Any]:
+def finish_run(run: Run, corpus: Corpus, folder: Path) -> dict[str, Any]:
     """
-    Train a model, or go on with it, and measure it. Checkpoints go when it is measured; the model stays.
+    Train a model, or go on with it, and measure it.
 
     Returns:
-        What the table keeps. The loss of a training that diverged is no result but one: its row says so.
+        What the table keeps. A training that diverged is a result too: its row says so, and has no figures.
     """
     content = run.recipe(corpus, folder)
-    recipe = make_recipe(content | {"resume_from_checkpoint": "auto"})
     started = time.perf_counter()
+    outcome = train_once(content)
     result = {
         "study": run.study.name,
         "variant": run.options.variant,
         "seed": run.seed,
-        "learning_rate": recipe.arguments.get("learning_rate"),
-        "diverged": False,
+        "learning_rate": content.get("learning_rate"),
+        "diverged": outcome.diverged,
+        "steps": outcome.steps,
+        # Nobody looks for spikes without the diagnostics.
+        "spikes": _spikes(folder) if content.get("diagnostics", {}).get("every", 1) else None,
+        "loss": [[entry["step"], entry["loss"]] for entry in outcome.history if "loss" in entry],
     }
-    try:
-        trained = train(recipe, echo=lambda line: None, logs=False)
-        steps, history = trained.steps, trained.history
-    except DivergedError as error:
-        result |= {"diverged": True}
-        steps, history = error.step, []
-    result |= {"steps": steps, "spikes": _spikes(folder)}
-    result["loss"] = [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]
-    if not result["diverged"]:
-        result |= _measured(run, corpus, folder, content["length"])
-    result |= {"seconds": round(time.perf_counter() - started, 1), "versions": package_versions()}
-    for checkpoint in folder.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
-    return result
-
-
-def _refuse_diverged(result: dict[str, Any], stage: Stage) -> None:
-    if result["diverged"]:
-        raise StudyError(
-            f"{stage.name}, seed {stage.run.seed}, diverged at step {result['steps']}, so there is no model to take to greater lengths: lower the `learning_rate`"
-        )
+    if not outcome.diverged:
+        try:
+            found = _measured(run, corpus, folder, content)
+            json.dumps(found, allow_nan=False)
+        except (InspectionError, ValueError):  # the last step may have broken the weights, which no loss shows
+            result["diverged"] = True
+        else:
+            result |= found
+    return result | {"seconds": round(time.perf_counter() - started, 1), "versions": package_versions()}
 
 
 def _spikes(folder: Path) -> int:
@@ -146,9 +140,9 @@ def _spikes(folder: Path) -> int:
     return len({json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()})
 
 
-def _measured(run: Run, corpus: Corpus, folder: Path, length: int) -> dict[str, Any]:
-    tests = run.study.tests
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def _measured(run: Run, corpus: Corpus, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+    tests, length = run.study.tests, content["length"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device_of(content)).eval()
     windows = corpus.test_windows(length, tests.tokens)
     batches = ({"input_ids": torch.tensor(windows[start : start + 8])} for start in range(0, len(windows), 8))
     inspection = inspect_model(model, batches, ranks=False, bos=True, text="held-out documents")
@@ -181,7 +175,7 @@ def _mean(values: list[float] | None) -> float | None:
 
 def _described(result: dict[str, Any]) -> str:
     if "stage" in result and result["lengths"] is None:
-        return f"{result['name']}, seed {result['seed']}: no sink to transfer"
+        return f"{result['name']}, seed {result['seed']}, {STAGES[result['stage']]}: no result, {result['reason']}"
     if "stage" in result:
         perplexities = ", ".join(f"{length}: {one['perplexity']:.2f}" for length, one in result["lengths"].items())
         return f"{result['name']}, seed {result['seed']}, {STAGES[result['stage']]}: perplexity at {perplexities}"

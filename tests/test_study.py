@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_gated
+from transformers import AutoModelForCausalLM
 
 from gated_attention.study import (
     TASKS,
@@ -15,6 +17,7 @@ from gated_attention.study import (
     StudyError,
     TaskRow,
     build_corpus,
+    extension,
     load_study,
     make_study,
     run_study,
@@ -24,6 +27,7 @@ from gated_attention.study.corpus import Document, without_shared_passages
 from gated_attention.study.plan import narrower, parameters_of
 from gated_attention.study.report import spread
 from gated_attention.study.tasks import is_test_key
+from gated_attention.training import DivergedError, train
 
 
 STUDIES = Path(__file__).parent.parent / "recipes" / "studies"
@@ -49,6 +53,9 @@ def corpus(tmp_path_factory):
 def rows_of(corpus, name):
     lines = (corpus.folder / f"{name}.jsonl").read_text().splitlines()
     return [json.loads(line)["input_ids"] for line in lines]
+
+
+TABLES = [{"title": "One", "runs": [{"variant": "baseline"}]}]
 
 
 def study(**changes):
@@ -285,7 +292,7 @@ def test_study_writes_tables_and_figures(finished):
 
 def test_finished_study_changes_nothing(finished, monkeypatch):
     folder, found, _ = finished
-    monkeypatch.setattr("gated_attention.study.run.train", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr("gated_attention.study.training.train", lambda *_, **__: pytest.fail("trained again"))
     before = (folder / "report.md").read_text(), (folder / "results.json").read_text()
     said = []
     assert run_study(study(), folder, echo=said.append) == found
@@ -316,13 +323,12 @@ def test_stopped_study_goes_on_from_the_checkpoint(finished, tmp_path, monkeypat
             assert {**now, "seconds": 0} == {**before, "seconds": 0}
 
 
+def diverging(recipe, **options):
+    raise DivergedError("the loss is nan", step=3)
+
+
 def test_run_that_diverges_is_a_row(tmp_path, monkeypatch):
-    from gated_attention.training import DivergedError
-
-    def train(recipe, **options):
-        raise DivergedError("the loss is nan", step=3)
-
-    monkeypatch.setattr("gated_attention.study.run.train", train)
+    monkeypatch.setattr("gated_attention.study.training.train", diverging)
     rates = study(
         tables=[
             {
@@ -338,7 +344,8 @@ def test_run_that_diverges_is_a_row(tmp_path, monkeypatch):
         (1e-3, True, 3),
         (1e-1, True, 3),
     ]
-    assert "| baseline | 0.1 | - | 0.0 | 100% |" in (tmp_path / "report.md").read_text()
+    # Nobody looked for spikes.
+    assert "| baseline | 0.1 | - | - | 100% |" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "figures" / "1-stability.png").is_file()
 
 
@@ -406,14 +413,86 @@ def test_transfer_without_a_sink_is_said(tmp_path):
     found = run_study(lengths(runs=[{"variant": "baseline"}]), tmp_path)["Longer"]
     assert [one["lengths"] is None for one in found] == [False] * 3 + [True] * 3
     report = (tmp_path / "report.md").read_text()
-    assert "No sink to transfer, and so no result: sink transfer of baseline, seed 0." in report
+    assert "No result: sink transfer of baseline, seed 0: no sink to transfer: " in report
     assert "| sink transfer of baseline | YaRN | - | - |" in report
+
+
+def test_extension_of_a_run_that_diverged_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("gated_attention.study.training.train", diverging)
+    found = run_study(lengths(runs=[{"variant": "g1_headwise"}]), tmp_path)["Longer"]
+    assert [(one["lengths"], one["diverged"]) for one in found] == [(None, True)] * 3
+    assert "No result: g1_headwise, seed 0: its training diverged at step 3." in (tmp_path / "report.md").read_text()
+
+
+def test_weights_that_the_last_step_broke_are_a_divergence(tmp_path, monkeypatch):
+    def broken(recipe, **options):
+        result = train(recipe, **options)
+        model = AutoModelForCausalLM.from_pretrained(result.output_dir)
+        model.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
+        model.save_pretrained(result.output_dir)
+        return result
+
+    monkeypatch.setattr("gated_attention.study.training.train", broken)
+    found = run_study(study(tables=[{"title": "One", "runs": [{"variant": "baseline"}]}]), tmp_path)
+    assert [(one["diverged"], one["steps"], "perplexity" in one) for one in found["One"]] == [(True, 4, False)]
+
+
+@pytest.mark.parametrize("place", ["measured", "with_yarn", "copy_tokenizer"])
+def test_extension_goes_on_wherever_it_was_stopped(lengthened, tmp_path, monkeypatch, place):
+    """Killed before the row is written, and while models are made."""
+    _, found = lengthened
+    wanted = lengths(runs=[{"variant": "g1_headwise"}])
+    original, calls = getattr(extension, place), []
+
+    def stopped(*arguments, **options):
+        calls.append(place)
+        if len(calls) in (1, 3):
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(extension, place, stopped)
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            run_study(wanted, tmp_path)
+    again = run_study(wanted, tmp_path)["Longer"]
+    assert len(calls) >= 2
+    assert again == [one for one in found["Longer"] if one["variant"] == "g1_headwise"]
+    assert not list((tmp_path / "models").rglob("checkpoint-*"))
+
+
+def test_changed_extension_makes_models_of_its_own(lengthened, tmp_path):
+    folder, found = lengthened
+    stretched = lengths(runs=[{"variant": "g1_headwise"}], factor=4.0)
+    again = run_study(stretched, shutil.copytree(folder, tmp_path / "copy"))["Longer"]
+    before = [one for one in found["Longer"] if one["variant"] == "g1_headwise"]
+    assert [one["perplexity"] == old["perplexity"] for one, old in zip(again, before, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_shares_of_tasks_are_part_of_a_run(corpus, tmp_path):
+    other = build_corpus(
+        tmp_path / "other", CorpusOptions(**{**vars(OPTIONS), "tasks": {"recall": 0.3}}), progress=False
+    )
+    more = build_corpus(
+        tmp_path / "more", CorpusOptions(**{**vars(OPTIONS), "tasks": {"recall": 0.1}}), progress=False
+    )
+    (run,) = study(tables=[{"title": "One", "runs": [{"variant": "baseline"}]}]).runs(study().tables[1])
+    assert len({run.key(one) for one in (corpus, other, more)}) == 3
+
+
+def test_model_that_llama_cannot_hold_is_refused(tmp_path):
+    content = lengths(runs=[{"variant": "baseline", "changes": {"new_model": {"zero_centered_norm": True}}}])
+    with pytest.raises(StudyError, match="`transfer` needs a model that Llama can hold"):
+        run_study(content, tmp_path)
 
 
 def test_finished_extension_is_not_done_again(lengthened, monkeypatch):
     folder, found = lengthened
     monkeypatch.setattr("gated_attention.study.run.finish_stage", lambda *_, **__: pytest.fail("done again"))
-    monkeypatch.setattr("gated_attention.study.run.train", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr("gated_attention.study.training.train", lambda *_, **__: pytest.fail("trained again"))
     assert run_study(lengths(), folder) == found
 
 
@@ -422,10 +501,12 @@ def test_finished_extension_is_not_done_again(lengthened, monkeypatch):
 def test_studies_of_the_repository_can_be_read(name, smoke):
     found = load_study(STUDIES / f"{name}.yaml", smoke)
     assert found.name == name and found.about.strip().endswith(".")
-    for table in found.tables:
+    for table in (*found.tables, *found.extensions):
         for run in table.runs:
             if run.equal_parameters:
                 narrower({**found.recipe["new_model"], "variant": run.variant, "vocab_size": found.corpus.vocab_size})
+            steps = {**found.recipe, **run.changes}["max_steps"], getattr(table, "tune", {}).get("max_steps", 0)
+            assert (max(steps) <= 20 and len(table.seeds) == 1) if smoke else min(steps) != 20
 
 
 @pytest.mark.parametrize(
@@ -451,8 +532,10 @@ def test_spread(values, expected):
         ({"factor": 1.0}, "`factor` must be greater than 1"),
         ({"tune": {}}, "`tune.max_steps` must be given"),
         ({"transfer_tokens": 1000}, "must hold 8 windows of 128 tokens"),
+        ({"runs": []}, "`runs` of the extension 'Longer' must not be empty"),
+        ({"tune": {"max_steps": 2, "length": 64}}, "`tune.length` must be left out"),
     ],
-    ids=["order", "first", "rows", "factor", "steps", "windows"],
+    ids=["order", "first", "rows", "factor", "steps", "windows", "runs", "length"],
 )
 def test_extension_that_cannot_be(changes, message):
     with pytest.raises(StudyError, match=message):
@@ -470,9 +553,41 @@ def test_extension_that_cannot_be(changes, message):
         ({"recipe": {"length": 128}}, "`recipe.new_model` must be given"),
         ({"recipe": {"new_model": MODEL, "learning_rat": 1}}, "did you mean `learning_rate`"),
         ({"recipe": {"new_model": MODEL, "data": []}}, "`recipe.data` must be left out"),
+        ({"tests": {"answers": 0}}, "`tests.answers` must be 1 or more"),
+        (
+            {"tables": [{"title": "A", "runs": [{"variant": "baseline", "changes": {"seed": 7}}]}]},
+            "`changes.seed` must be left out",
+        ),
+        (
+            {
+                "tables": [
+                    {
+                        "title": "A",
+                        "runs": [{"variant": "baseline"}, {"variant": "baseline", "changes": {"bf16": True}}],
+                    }
+                ]
+            },
+            "two runs of 'A' are called 'baseline': give one of them a `label`",
+        ),
     ],
-    ids=["no-table", "title", "variant", "measure", "key", "model", "argument", "data"],
+    ids=["no-table", "title", "variant", "measure", "key", "model", "argument", "data", "answers", "seed", "names"],
 )
 def test_study_that_cannot_be(changes, message):
     with pytest.raises(StudyError, match=message):
         study(**changes)
+
+
+def test_short_setting_must_be_there():
+    with pytest.raises(StudyError, match="no short setting"):
+        make_study({"name": "a", "about": "b", "recipe": {"new_model": MODEL}, "tables": TABLES}, smoke=True)
+
+
+def test_narrower_takes_the_default_width():
+    fields = {key: value for key, value in MODEL.items() if key != "intermediate_size"}
+    assert narrower({**fields, "vocab_size": 600, "variant": "g1_elementwise"}) > 1000
+
+
+def test_more_held_out_tokens_than_there_are_is_known_before_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("gated_attention.study.training.train", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(StudyError, match="too few for 10000000"):
+        run_study(study(tests={"tokens": 10_000_000}), tmp_path)
