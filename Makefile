@@ -5,7 +5,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-fast test-transformers style quality clean
+.PHONY: demo test test-fast test-transformers bench style quality clean
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ test-fast: $(INSTALLED)
 test-transformers: $(INSTALLED)
 	$(BIN)/python tests/transformers_suite/fetch.py build/transformers_suite
 	$(PYTEST) --dist load tests/transformers_suite
+
+# All benchmarks, and docs/benchmarks.md from what they give: over an hour on two cores.
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/page.py --run
 
 style: $(INSTALLED)
 	$(BIN)/ruff check --fix .
