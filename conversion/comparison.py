@@ -99,7 +99,8 @@ def difference(where: str, found: torch.Tensor, expected: torch.Tensor) -> tuple
     largest = (found.float() - expected.float()).abs().nan_to_num(0, 0, 0).max().item()
     raise ConversionError(
         f"the converted checkpoint's {where} differ from the source's by up to {largest:g}, {ulp_distance(found, expected)} units in "
-        f"the last place (the largest is {magnitude:g}); nothing was kept. Please report this with the source's config.json"
+        f"the last place (the largest is {magnitude:g}); nothing was kept. On a processor of AMD's try again with "
+        "MKL_CBWR=AUTO in the environment, without which MKL rounds a product by where its factors lie; else please report this with the source's config.json"
     )
 
 

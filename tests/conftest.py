@@ -11,6 +11,12 @@ from pathlib import Path
 
 # No test may reach for the network. Before the imports: huggingface_hub reads it then.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# On AMD's processors MKL's kernels give a product other bits where its factors lie otherwise in memory, unless they are told not to. Before the
+# first product, and for the processes that tests start.
+_CPU_INFO = Path("/proc/cpuinfo")
+ON_AMD = _CPU_INFO.is_file() and "AuthenticAMD" in _CPU_INFO.read_text()
+if ON_AMD:
+    os.environ.setdefault("MKL_CBWR", "AUTO")
 
 import huggingface_hub.constants
 import pytest
@@ -167,6 +173,8 @@ def without_package(tmp_path):
 
     def run(script: str, check: bool = True) -> subprocess.CompletedProcess:
         environment = {"PATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+        # It must compute what this process does.
+        environment |= {name: os.environ[name] for name in ("MKL_CBWR", "OMP_NUM_THREADS") if name in os.environ}
         process = subprocess.run(
             [sys.executable, "-c", WITHOUT_PACKAGE + script],
             cwd=tmp_path,

