@@ -9,6 +9,7 @@ of another run of the same machine, and fails if an interval of one does not mee
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -96,21 +97,15 @@ def diagnostics(found: dict) -> Iterator[Ratio]:
 
 def export(found: dict) -> Iterator[Ratio]:
     for row in found["rows"]:
-        low, median, high = sorted(row["over_copy"])[0], _median(row["over_copy"]), sorted(row["over_copy"])[-1]
+        over = row["over_copy"]
         what = f"{row['gates']} gates as {row['to']}, {row['format']}: time of writing over `shutil.copytree`"
-        yield Ratio(what, median, low, high)
+        yield Ratio(what, statistics.median(over), min(over), max(over))
 
 
 def training(found: dict) -> Iterator[Ratio]:
     low, median, high = sorted(found["ratio"])
     what = f"{found['model']}, {found['granularity']} gates, {found['batch']} rows of {found['length']} tokens: a step over TRL's SFTTrainer on the source"
     yield Ratio(what, median, low, high)
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 BENCHMARKS = {

@@ -11,15 +11,17 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from ..conversion.staging import staged_folder
 from .errors import StudyError
-from .tasks import BEGIN, END, PADDING, SPECIAL_TOKENS, TASKS, Filler, TaskRow
+from .tasks import BEGIN, END, PADDING, SPECIAL_TOKENS, TASKS, Filler, TaskRow, task_accuracy
 
 
 MANIFEST = "corpus.json"
@@ -119,6 +121,7 @@ class Corpus:
     def tokenizer_folder(self) -> Path:
         return self.folder / TOKENIZER
 
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast.from_pretrained(self.tokenizer_folder)
 
@@ -160,10 +163,19 @@ class Corpus:
 
     def test_rows(self, task: str, length: int, number: int) -> list[TaskRow]:
         """Rows of a task with keys of the test among held-out text; the same ones each time."""
-        make = TASKS[task](self.tokenizer())
-        filler = _filler(self.folder / "test.jsonl")
+        make = TASKS[task](self.tokenizer)
         draws = random.Random(f"{self.options.seed} {task} {length} test")
-        return [make(length, filler, True, draws) for _ in range(number)]
+        return [make(length, self._held_out, True, draws) for _ in range(number)]
+
+    @cached_property
+    def _held_out(self) -> Filler:
+        return _filler(self.folder / "test.jsonl")
+
+    def accuracies(self, model: nn.Module, length: int, number: int) -> dict[str, dict]:
+        """What [`task_accuracy`] finds on `number` rows of each task, by task."""
+        return {
+            task: asdict(task_accuracy(model, self.test_rows(task, length, number))) for task in self.options.tasks
+        }
 
 
 def build_corpus(folder: str | Path, options: CorpusOptions | None = None, progress: bool = True) -> Corpus:
@@ -296,7 +308,9 @@ def _text_files(source: str) -> Iterator[Document]:
         )
     for file in files:
         try:
-            yield Document(f"{source}/{file.name}", file.read_text(encoding="utf-8"))
+            # Not where the texts lie: a document stays on its side when they are moved.
+            name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+            yield Document(f"texts/{name}", file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise StudyError(f"{file} is no UTF-8 text: {error}") from error
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from ..diagnostics import InspectionError, inspect_model
 from .corpus import Corpus
 from .errors import StudyError
 from .plan import ExtensionOptions, Run
-from .tasks import task_accuracy
 from .training import device_of, train_once
 
 
@@ -169,10 +168,7 @@ def measured(folder: Path, corpus: Corpus, stage: Stage) -> dict[str, Any]:
                 sum(part) / len(part)
                 for part in (losses[at : at + POSITIONS_A_POINT] for at in range(0, len(losses), POSITIONS_A_POINT))
             ],
-            "accuracy": {
-                task: asdict(task_accuracy(model, corpus.test_rows(task, length, tests.answers)))
-                for task in corpus.options.tasks
-            },
+            "accuracy": corpus.accuracies(model, length, tests.answers),
         }
     del model
     gc.collect()
@@ -234,7 +230,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def transfer_text(corpus: Corpus, tokens: int) -> str:
     """Training text to calibrate a transfer on, with something to spare: it is tokenised again."""
-    tokenizer, ids = corpus.tokenizer(), []
+    tokenizer, ids = corpus.tokenizer, []
     for row in corpus.training_rows(corpus.options.lengths[0]):
         ids += row[1:]
         if len(ids) > 1.5 * tokens:

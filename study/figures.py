@@ -8,6 +8,7 @@ from typing import Any
 from ..diagnostics.plots import MARKERS, load_pyplot, look
 from .extension import POSITIONS_A_POINT, STAGES
 from .plan import ExtensionOptions, Study, TableOptions
+from .results import grouped
 
 
 def draw_study(
@@ -21,6 +22,13 @@ def draw_study(
     """
     drawn: dict[str, dict[str, str]] = {}
     (folder / "figures").mkdir(exist_ok=True)
+
+    def save(figure, title: str, name: str, what: str) -> None:
+        path = f"figures/{name}.png"
+        figure.savefig(folder / path, dpi=130)
+        load_pyplot().close(figure)
+        drawn.setdefault(title, {})[path] = what
+
     for number, table in enumerate(study.tables, start=1):
         results = [result for result in found[table.title] if not result["diverged"]]
         wanted: list[tuple[str, str, Callable, list]] = []
@@ -34,42 +42,27 @@ def draw_study(
         if any(result["loss"] for result in results):
             wanted.append(("loss", "loss over training", _losses, results))
         for name, what, draw, of in wanted:
-            path = f"figures/{number}-{name}.png"
-            figure = draw(table, of)
-            figure.savefig(folder / path, dpi=130)
-            load_pyplot().close(figure)
-            drawn.setdefault(table.title, {})[path] = what
+            save(draw(table, of), table.title, f"{number}-{name}", what)
     for number, extension in enumerate(study.extensions, start=1):
-        for name, what, draw in (
-            ("lengths", "accuracy by length, and loss by position", _by_length),
-            ("depths", "accuracy by length and depth", _by_depth),
-        ):
-            path = f"figures/length-{number}-{name}.png"
-            results = [result for result in longer[extension.title] if result["lengths"]]
-            if not results or (draw is _by_depth and not study.corpus.tasks):
-                continue
-            figure = draw(extension, results)
-            figure.savefig(folder / path, dpi=130)
-            load_pyplot().close(figure)
-            drawn.setdefault(extension.title, {})[path] = what
+        results = [result for result in longer[extension.title] if result["lengths"]]
+        if not results:
+            continue
+        what = "accuracy by length, and loss by position"
+        save(_by_length(extension, results), extension.title, f"length-{number}-lengths", what)
+        if study.corpus.tasks:
+            what = "accuracy by length and depth"
+            save(_by_depth(extension, results), extension.title, f"length-{number}-depths", what)
     return drawn
 
 
-def _by_name(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        found.setdefault(result["name"], []).append(result)
-    return found
-
-
 def _perplexities(table: TableOptions, results: list[dict[str, Any]]):
-    named = _by_name(results)
+    named = grouped(results, "name")
     figure, axis = load_pyplot().subplots(figsize=(7, 0.8 + 0.36 * len(named)), layout="constrained")
-    for place, (_, of) in enumerate(named.items()):
+    for place, of in enumerate(named.values()):
         values = [result["perplexity"] for result in of]
         axis.plot(values, [place] * len(values), "o", color="#56B4E9", markersize=4)
         axis.plot(statistics.mean(values), place, "|", color="black", markersize=14, markeredgewidth=2)
-    axis.set_yticks(range(len(named)), list(named))
+    axis.set_yticks(range(len(named)), [name for (name,) in named])
     axis.invert_yaxis()
     axis.set(xlabel="perplexity on held-out documents (points: seeds; bars: means)")
     axis.grid(axis="x", alpha=0.3)
@@ -78,7 +71,7 @@ def _perplexities(table: TableOptions, results: list[dict[str, Any]]):
 
 def _layers(table: TableOptions, results: list[dict[str, Any]]):
     figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for number, (name, of) in enumerate(_by_name(results).items()):
+    for number, ((name,), of) in enumerate(grouped(results, "name").items()):
         for axis, measure in ((left, "f_attn"), (right, "largest_activation")):
             means = [
                 statistics.mean(one[measure] for one in layers)
@@ -96,7 +89,7 @@ def _layers(table: TableOptions, results: list[dict[str, Any]]):
 
 def _gates(table: TableOptions, results: list[dict[str, Any]]):
     figure, axis = load_pyplot().subplots(figsize=(7, 4), layout="constrained")
-    for number, (name, of) in enumerate(_by_name(results).items()):
+    for number, ((name,), of) in enumerate(grouped(results, "name").items()):
         histograms = [
             (layer["gate_histogram"], layer["gate_histogram_end"])
             for result in of
@@ -119,7 +112,7 @@ def _gates(table: TableOptions, results: list[dict[str, Any]]):
 def _losses(table: TableOptions, results: list[dict[str, Any]]):
     figure, axis = load_pyplot().subplots(figsize=(8, 4.5), layout="constrained")
     several_rates = len(table.learning_rates or ()) > 1
-    names = list(_by_name(results))
+    names = list(dict.fromkeys(result["name"] for result in results))
     for result in results:
         first = result["seed"] == table.seeds[0]
         label = result["name"] + (f", {result['learning_rate']:g}" if several_rates else "")
@@ -140,7 +133,7 @@ def _losses(table: TableOptions, results: list[dict[str, Any]]):
 
 def _stability(table: TableOptions, results: list[dict[str, Any]]):
     figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for number, (name, of) in enumerate(_by_name(results).items()):
+    for number, ((name,), of) in enumerate(grouped(results, "name").items()):
         rates = sorted({result["learning_rate"] for result in of})
         style = {"marker": MARKERS[number % len(MARKERS)], "markersize": 5, **look(number)}
         known = [
@@ -151,9 +144,8 @@ def _stability(table: TableOptions, results: list[dict[str, Any]]):
         left.plot([rate for rate, _ in known], [statistics.mean(values) for _, values in known], label=name, **style)
         spikes = [statistics.mean(one["spikes"] or 0 for one in of if one["learning_rate"] == rate) for rate in rates]
         right.plot(rates, spikes, **style)
-        broken = [(rate, sum(one["diverged"] for one in of if one["learning_rate"] == rate)) for rate in rates]
-        for rate, count in broken:
-            if count:
+        for rate in rates:
+            if count := sum(one["diverged"] for one in of if one["learning_rate"] == rate):
                 right.annotate(f"{name}: {count} diverged", (rate, 0), rotation=90, fontsize="x-small", va="bottom")
     right.set(title="loss spikes a run", xscale="log", xlabel="learning rate", ylim=(0, None))
     left.set(title="perplexity of the runs that did not diverge", xlabel="learning rate", xlim=right.get_xlim())
@@ -166,13 +158,6 @@ def _stability(table: TableOptions, results: list[dict[str, Any]]):
     return figure
 
 
-def _by_stage(results: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for result in results:
-        found.setdefault((result["name"], result["stage"]), []).append(result)
-    return found
-
-
 def _look_of_stage(names: list[str], name: str, stage: str) -> dict:
     """A model keeps its colour, a stage its line and marker."""
     place = list(STAGES).index(stage)
@@ -182,8 +167,11 @@ def _look_of_stage(names: list[str], name: str, stage: str) -> dict:
 def _by_length(options: ExtensionOptions, results: list[dict[str, Any]]):
     tasks = list(results[0]["lengths"][str(options.lengths[0])]["accuracy"])
     names = list(dict.fromkeys(result["name"] for result in results))
-    figure, axes = load_pyplot().subplots(1, len(tasks) + 1, figsize=(4.2 * (len(tasks) + 1), 4), layout="constrained")
-    for (name, stage), of in _by_stage(results).items():
+    figure, all_axes = load_pyplot().subplots(
+        1, len(tasks) + 1, figsize=(4.2 * (len(tasks) + 1), 4), layout="constrained", squeeze=False
+    )
+    axes = all_axes[0]
+    for (name, stage), of in grouped(results, "name", "stage").items():
         style = _look_of_stage(names, name, stage)
         for axis, task in zip(axes, tasks, strict=False):
             values = [
@@ -208,7 +196,7 @@ def _by_length(options: ExtensionOptions, results: list[dict[str, Any]]):
 
 def _by_depth(options: ExtensionOptions, results: list[dict[str, Any]]):
     tasks = list(results[0]["lengths"][str(options.lengths[0])]["accuracy"])
-    staged = _by_stage(results)
+    staged = grouped(results, "name", "stage")
     figure, axes = load_pyplot().subplots(
         len(tasks),
         len(staged),

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 
 from ..configuration import GATE_VARIANTS, GatedAttentionConfig
 from ..modeling_gated import GatedAttentionForCausalLM
 from ..training import RecipeError, make_recipe
-from ..training.recipe import RecipeLoader, built, numbers_in
+from ..training.recipe import built, numbers_in, read_yaml
 from .corpus import Corpus, CorpusOptions
 from .errors import StudyError
 from .figures_of_paper import FIGURES
@@ -34,7 +33,6 @@ MEASURES = {
     "spikes": ("loss spikes", "{:.1f}"),
     "diverged": ("diverged", "{:.0%}"),
 }
-
 
 # What the study sets itself.
 _OWN_KEYS = ("data", "evaluation_data", "output_dir", "model", "tokenizer", "seed")
@@ -266,7 +264,7 @@ class Run:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def _model(self, fields: dict[str, Any], corpus: Corpus) -> dict[str, Any]:
-        tokenizer = corpus.tokenizer()
+        tokenizer = corpus.tokenizer
         fields = {
             **fields,
             "variant": self.options.variant,
@@ -321,13 +319,9 @@ def load_study(path: str | Path, smoke: bool = False) -> Study:
         [`StudyError`]: it cannot be read, or a key is unknown (the nearest is named) or has a value that makes no sense.
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
-    except OSError as error:
-        raise StudyError(f"the study {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StudyError(f"the study {path} is no YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise StudyError(f"the study {path} must hold keys and values, found a {type(content).__name__}")
+        content = read_yaml(path, "study")
+    except RecipeError as error:
+        raise StudyError(str(error)) from error
     return make_study(content, smoke)
 
 

@@ -12,6 +12,7 @@ from .extension import STAGES
 from .figures import draw_study
 from .figures_of_paper import FIGURES, PAPER_LENGTHS
 from .plan import MEASURES, ExtensionOptions, Study, TableOptions
+from .results import grouped
 
 
 REPORT_FILE, RESULTS_FILE = "report.md", "results.json"
@@ -85,7 +86,7 @@ def table_lines(table: TableOptions, results: list[dict[str, Any]], tasks: list[
     rates = len(table.learning_rates or ()) > 1
     lines = ["| | " + ("learning rate | " if rates else "") + " | ".join(heading for heading, *_ in columns) + " |"]
     lines.append("|---" * (len(columns) + 1 + rates) + "|")
-    for (name, rate), of_line in grouped(results).items():
+    for (name, rate), of_line in grouped(results, "name", "learning_rate").items():
         cells = [name] + ([f"{rate:g}"] if rates else [])
         for _, measure, form in columns:
             cell = spread([value_of(result, measure) for result in of_line], form)
@@ -95,14 +96,6 @@ def table_lines(table: TableOptions, results: list[dict[str, Any]], tasks: list[
     if paper:
         lines += ["", "In brackets: the paper."]
     return lines
-
-
-def grouped(results: list[dict[str, Any]]) -> dict[tuple[str, float | None], list[dict[str, Any]]]:
-    """Results by line and learning rate: what differs within is the seed."""
-    found: dict[tuple[str, float | None], list[dict[str, Any]]] = {}
-    for result in results:
-        found.setdefault((result["name"], result["learning_rate"]), []).append(result)
-    return found
 
 
 def value_of(result: dict[str, Any], measure: str) -> float | None:
@@ -144,7 +137,7 @@ def extension_lines(options: ExtensionOptions, results: list[dict[str, Any]], ta
     """A table in Markdown: a line for each model and stage, perplexity and accuracies at each length."""
     headings = [f"{what} at {length:,}" for what in ("perplexity", *tasks) for length in options.lengths]
     lines = ["| | | " + " | ".join(headings) + " |", "|---" * (len(headings) + 2) + "|"]
-    for (name, stage), of in grouped_by_stage(results).items():
+    for (name, stage), of in grouped(results, "name", "stage").items():
         cells = []
         for what in ("perplexity", *tasks):
             for length in options.lengths:
@@ -155,14 +148,6 @@ def extension_lines(options: ExtensionOptions, results: list[dict[str, Any]], ta
                     cells.append(spread([one and one["accuracy"][what]["accuracy"] for one in at], "{:.0%}"))
         lines.append(f"| {name} | {STAGES[stage]} | " + " | ".join(cells) + " |")
     return lines
-
-
-def grouped_by_stage(results: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Results by model and stage: what differs within is the seed."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for result in results:
-        found.setdefault((result["name"], result["stage"]), []).append(result)
-    return found
 
 
 def _missing(results: list[dict[str, Any]]) -> str | None:

@@ -31,6 +31,14 @@ _COLUMNS = {
 }
 
 
+def grouped(results: list[dict[str, Any]], *names: str) -> dict[tuple, list[dict[str, Any]]]:
+    """Results that agree in these figures, in the order in which they come."""
+    found: dict[tuple, list[dict[str, Any]]] = {}
+    for result in results:
+        found.setdefault(tuple(result[name] for name in names), []).append(result)
+    return found
+
+
 class ResultsTable:
     """
     The rows of finished runs. A row is written as a whole or not at all, by however many processes.

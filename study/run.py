@@ -1,11 +1,11 @@
 """Runs a study: trains what is not trained yet, measures it, and draws the tables and figures."""
 
 import gc
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from .extension import STAGES, finish_stage, stages_of
 from .plan import Run, Study
 from .report import write_study_report
 from .results import ResultsTable
-from .tasks import task_accuracy
 from .training import device_of, remove_checkpoints, train_once
 
 
@@ -54,8 +53,16 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
             corpus.test_windows(length, study.tests.tokens)  # that there are so many is known before hours of training
         table = ResultsTable(folder)
         models = folder / "models"
-        runs = {run.key(corpus): run for one in (*study.tables, *study.extensions) for run in study.runs(one)}
-        stages = {stage.key(corpus): stage for one in study.extensions for stage in stages_of(one, study.runs(one))}
+        runs_of = {
+            one.title: [(run.key(corpus), run) for run in study.runs(one)]
+            for one in (*study.tables, *study.extensions)
+        }
+        keys_of_stages = {
+            one.title: [(stage.key(corpus), stage) for stage in stages_of(one, study.runs(one))]
+            for one in study.extensions
+        }
+        runs = dict(itertools.chain(*runs_of.values()))
+        stages = dict(itertools.chain(*keys_of_stages.values()))
         missing = [key for key in (*runs, *stages) if table.find(key) is None]
         echo(
             f"{study.name}: {len(runs) + len(stages)} runs, {len(runs) + len(stages) - len(missing)} of them finished before"
@@ -72,12 +79,11 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
             remove_checkpoints(folder_of_models)
             echo(f"{number} of {len(missing)}: {_described(result)}")
         found = {
-            one.title: [table.find(run.key(corpus)) | {"name": run.options.name} for run in study.runs(one)]
+            one.title: [table.find(key) | {"name": run.options.name} for key, run in runs_of[one.title]]
             for one in study.tables
         }
         longer = {
-            one.title: [table.find(stage.key(corpus)) for stage in stages_of(one, study.runs(one))]
-            for one in study.extensions
+            title: [table.find(key) for key, _ in of_extension] for title, of_extension in keys_of_stages.items()
         }
         write_study_report(study, corpus, found, longer, folder)
     echo(f"the tables are in {folder / 'report.md'}")
@@ -150,10 +156,7 @@ def _measured(run: Run, corpus: Corpus, folder: Path, content: dict[str, Any]) -
     summary = inspection.summary()
     found = {name: summary[name] for name in kept}
     found["parameters"] = model.num_parameters()
-    found["accuracy"] = {
-        task: asdict(task_accuracy(model, corpus.test_rows(task, length, tests.answers)))
-        for task in corpus.options.tasks
-    }
+    found["accuracy"] = corpus.accuracies(model, length, tests.answers)
     found["layers"] = [
         {
             "f_attn": _mean(layer.f_attn),

@@ -7,10 +7,9 @@ kind with those of the literature: multi-query associative recall (arXiv 2312.04
 """
 
 import hashlib
-import math
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -93,13 +92,6 @@ class TaskRow:
     input_ids: list[int]
     answers: list[tuple[int, int]]
     depths: list[float]
-
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: dict) -> "TaskRow":
-        return cls(content["input_ids"], [tuple(one) for one in content["answers"]], content["depths"])
 
 
 class Filler:
@@ -297,11 +289,6 @@ class TaskResult:
     answers: int
     accuracy: float
     by_depth: list[float | None]
-
-    @property
-    def standard_error(self) -> float:
-        """Of the accuracy, as of a share among independent answers."""
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / self.answers)
 
 
 @torch.no_grad()

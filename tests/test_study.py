@@ -98,7 +98,7 @@ def study(**changes):
 
 
 def test_rows_begin_alike_and_have_their_length(corpus):
-    begin = corpus.tokenizer().bos_token_id
+    begin = corpus.tokenizer.bos_token_id
     for name in ("text-128", *(f"{task}-128" for task in TASKS)):
         rows = rows_of(corpus, name)
         assert rows and all(len(row) == 128 and row[0] == begin for row in rows), name
@@ -108,7 +108,7 @@ def test_rows_begin_alike_and_have_their_length(corpus):
 
 def test_held_out_documents_are_not_trained_on(corpus):
     """Nor are passages that pages quote from each other."""
-    decode = corpus.tokenizer().decode
+    decode = corpus.tokenizer.decode
     trained = decode([token for row in rows_of(corpus, "text-128") for token in row[1:]])
     tested = decode([token for row in corpus.test_windows(128, 4096) for token in row[1:]])
     passages = [part for part in tested.split("\n\n")[1:-1] if len(part) > 100]
@@ -126,7 +126,7 @@ def test_shared_passages_stay_on_the_side_of_the_test():
 
 
 def test_text_comes_back_from_its_tokens(corpus):
-    tokenizer = corpus.tokenizer()
+    tokenizer = corpus.tokenizer
     text = "Gates, 2505 of them:\n\té ≤ 1"
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
@@ -151,7 +151,7 @@ def test_answer_is_in_the_row_at_its_depth(corpus, task):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_keys_of_the_test_are_not_trained_on(corpus, task):
-    tokenizer = corpus.tokenizer()
+    tokenizer = corpus.tokenizer
 
     def keys(rows):
         for row in rows:

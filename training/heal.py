@@ -208,9 +208,7 @@ def heal(
             raise RecipeError(
                 f"{error} (the training is in {work}, and the same command goes on from there)"
             ) from error
-        _round_as_the_source(trained, transferred)
-        if options.smoothing:
-            _smooth(trained, rows, options)
+        _round_and_smooth(trained, transferred, rows, options)
 
         folders = {"source": source, "transferred": transferred, "healed": trained}
         found = inspect_folders(folders, windows, bos, load)
@@ -266,16 +264,15 @@ def _work_folder(target: Path, source: Path, options: HealingOptions, text: str)
     return work
 
 
-def _round_as_the_source(trained: Path, transferred: Path) -> None:
-    """Training was in float32; the result has the source's format, as the model after the transfer has."""
-    dtype = AutoConfig.from_pretrained(transferred).dtype
-    if dtype not in (None, torch.float32):
-        AutoModelForCausalLM.from_pretrained(trained, dtype=dtype).save_pretrained(trained)
-
-
-def _smooth(trained: Path, rows: HealingRows, options: HealingOptions) -> None:
-    model = AutoModelForCausalLM.from_pretrained(trained, dtype="auto").to(options.transfer.device)
-    smooth_model(model, (torch.tensor([row]) for row in rows.of_text(SMOOTHED_ON)), options.smoothing)
+def _round_and_smooth(trained: Path, transferred: Path, rows: HealingRows, options: HealingOptions) -> None:
+    """Training was in float32; the result has the source's format, as the model after the transfer has, and is smoothed if asked for."""
+    dtype = AutoConfig.from_pretrained(transferred).dtype or torch.float32
+    if dtype == torch.float32 and not options.smoothing:
+        return
+    model = AutoModelForCausalLM.from_pretrained(trained, dtype=dtype)
+    if options.smoothing:
+        model.to(options.transfer.device)
+        smooth_model(model, (torch.tensor([row]) for row in rows.of_text(SMOOTHED_ON)), options.smoothing)
     model.save_pretrained(trained)
 
 

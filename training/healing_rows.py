@@ -67,6 +67,9 @@ class HealingRows:
         self.ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         self.test = transfer.length * windows_before_test(len(self.ids), transfer.length, transfer.test_tokens)
         length = mixture.length
+        # What a row with BOS begins with, and how many tokens follow.
+        self.begin = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        self.inside = length - len(self.begin)
         for name, number in (("before its test", self.test), ("in its test", len(self.ids) - self.test)):
             if number < length:
                 raise ConversionError(
@@ -83,9 +86,8 @@ class HealingRows:
 
     def of_text(self, number: int) -> list[list[int]]:
         """The first rows of the text, each beginning with BOS, where there is one."""
-        begin = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
-        inside = self.mixture.length - len(begin)
-        return [begin + row for row in itertools.islice(_cut(self.ids, 0, self.test, inside, inside), number)]
+        rows = _cut(self.ids, 0, self.test, self.inside, self.inside)
+        return [self.begin + row for row in itertools.islice(rows, number)]
 
     def write(self, folder: Path) -> tuple[list[dict], Path]:
         """
@@ -94,9 +96,7 @@ class HealingRows:
         Returns:
             `data` of a recipe, and a file with some rows of the test, to watch.
         """
-        mixture, seed = self.mixture, self.transfer.seed
-        begin = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
-        inside = mixture.length - len(begin)
+        mixture, seed, begin, inside = self.mixture, self.transfer.seed, self.begin, self.inside
 
         def with_bos(rows: Iterable[list[int]], kind: str) -> Iterator[list[int]]:
             # Each kind has its draws, so that a file that is there already changes nothing in the others. All rows are of one length:

@@ -259,17 +259,32 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         [`RecipeError`]: it cannot be read, or a key is unknown (the nearest is named) or has a value that makes no sense.
     """
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
-    except OSError as error:
-        raise RecipeError(f"the recipe {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the recipe {path} is no YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise RecipeError(f"the recipe {path} must hold keys and values, found a {type(content).__name__}")
+    content = read_yaml(path, "recipe")
     for key, value in _pairs(list(overrides)):
         _set(content, key.split("."), value, key)
     return make_recipe(content)
+
+
+def read_yaml(path: str | Path, kind: str) -> dict[str, Any]:
+    """
+    The keys and values of a YAML file.
+
+    Args:
+        path (`str` or `Path`): The file.
+        kind (`str`): What it is, for errors.
+
+    Raises:
+        [`RecipeError`]: it cannot be read, or holds something else.
+    """
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
+    except OSError as error:
+        raise RecipeError(f"the {kind} {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the {kind} {path} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"the {kind} {path} must hold keys and values, found a {type(content).__name__}")
+    return content
 
 
 def make_recipe(content: dict) -> Recipe:
