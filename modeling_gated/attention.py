@@ -14,6 +14,7 @@
 """Grouped-query attention whose output is gated."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -33,7 +34,20 @@ from .forget_gate import (
 )
 from .gate import apply_gate, gate_projection, gate_scores
 from .norm import rms_norm
-from .rotary import rotate
+from .rotary import rotate_together
+
+
+# Fields of the config that every step reads.
+STEP_FIELDS = (
+    "forget_gate",
+    "gate_activation",
+    "gate_input_size",
+    "gate_operator",
+    "gate_scale",
+    "gate_sharing",
+    "qk_norm",
+    "sdpa_output_nonlinearity",
+)
 
 
 class GatedAttention(nn.Module):
@@ -47,6 +61,8 @@ class GatedAttention(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.config = config
+        # A config looks each attribute up among its other names, which takes a microsecond; a decoded token would pay a dozen a layer.
+        self.step_settings = SimpleNamespace(**{name: getattr(config, name) for name in STEP_FIELDS})
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
@@ -91,18 +107,18 @@ class GatedAttention(nn.Module):
         """
         if position not in self.gate_positions:
             return states
-        if self.config.gate_input_size is not None:
-            hidden_states = hidden_states[..., : self.config.gate_input_size]
+        if self.step_settings.gate_input_size is not None:
+            hidden_states = hidden_states[..., : self.step_settings.gate_input_size]
         gate_logits = getattr(self, GATE_PROJECTIONS[position])(hidden_states)
-        scores[position] = gate_scores(self.config, gate_logits, states.shape[-2])
-        return apply_gate(states, scores[position], self.config.gate_operator)
+        scores[position] = gate_scores(self.step_settings, gate_logits, states.shape[-2])
+        return apply_gate(states, scores[position], self.step_settings.gate_operator)
 
     def project_queries_and_keys(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys before gates and RoPE, of shape `(batch, sequence, heads, head_dim)`, normalised if `qk_norm` says so."""
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query_states = self.q_proj(hidden_states).view(hidden_shape)
         key_states = self.k_proj(hidden_states).view(hidden_shape)
-        if self.config.qk_norm:
+        if self.step_settings.qk_norm:
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         return query_states, key_states
 
@@ -112,8 +128,7 @@ class GatedAttention(nn.Module):
         """RoPE on queries and keys `(batch, heads, sequence, head_dim)`, on all channels or on the first ones, or none."""
         if not self.use_rope:
             return query_states, key_states
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return rotate(query_states, cos, sin), rotate(key_states, cos, sin)
+        return rotate_together(query_states, key_states, cos.unsqueeze(1), sin.unsqueeze(1))
 
     def forward(
         self,
@@ -141,7 +156,7 @@ class GatedAttention(nn.Module):
 
         query_states, key_states = self.rotate(query_states, key_states, *position_embeddings)
 
-        if self.config.forget_gate:
+        if self.step_settings.forget_gate:
             refuse_other_backends(self.config._attn_implementation)
             log_forget = log_forget_gates(self.f_proj(hidden_states), self.num_key_value_groups)
             key_states = key_states if cache is None else keys_with_gates(key_states, log_forget)
@@ -149,7 +164,7 @@ class GatedAttention(nn.Module):
         if cache is not None:
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
 
-        if self.config.forget_gate:
+        if self.step_settings.forget_gate:
             if cache is not None:
                 key_states, log_forget = split_gates(key_states, self.head_dim)
             attention_mask = forgetting_mask(attention_mask, log_forget, query_states.shape[-2], query_states.dtype)
@@ -170,9 +185,9 @@ class GatedAttention(nn.Module):
             **kwargs,
         )
 
-        if self.config.sdpa_output_nonlinearity == "rms_norm":
+        if self.step_settings.sdpa_output_nonlinearity == "rms_norm":
             attn_output = self.sdpa_norm(attn_output)
-        elif self.config.sdpa_output_nonlinearity == "silu":
+        elif self.step_settings.sdpa_output_nonlinearity == "silu":
             attn_output = nn.functional.silu(attn_output)
         attn_output = self.gate("sdpa_output", attn_output, hidden_states, scores)
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()  # (batch, sequence, heads * head_dim)

@@ -113,7 +113,7 @@ def gate_scores(config, gate_logits: torch.Tensor, heads: int) -> torch.Tensor:
     Scores from logits.
 
     Args:
-        config: Its `gate_activation`, `gate_scale` and `gate_sharing` are read.
+        config: Anything with `gate_activation`, `gate_scale` and `gate_sharing`.
         gate_logits (`torch.Tensor` of shape `(batch, sequence, heads * channels)`): What the projection returned.
         heads (`int`): Number of heads at the gate's position (on this device).
 

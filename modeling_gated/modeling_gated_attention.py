@@ -274,10 +274,11 @@ class GatedAttentionModel(GatedAttentionPreTrainedModel):
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
 
+        layer_types = self.config.layer_types
         for layer_idx, decoder_layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=masks[self.config.layer_types[layer_idx]],
+                attention_mask=masks[layer_types[layer_idx]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 cache=cache,

@@ -36,6 +36,37 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return _rotated(states, cos, sin, back=False)
 
 
+def rotate_together(
+    query_states: torch.Tensor, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    [`rotate`] of queries and keys, at one token a step in half as many operations: calling them takes longer than they do.
+
+    Args:
+        query_states, key_states (`torch.Tensor` of shape `(batch, heads, sequence, head_dim)`).
+        cos, sin (`torch.Tensor` of shape `(batch, 1, sequence, rotated channels)`): They get no gradient.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]` of the shapes of `query_states` and `key_states`, with the bits of two rotations.
+    """
+    if (
+        query_states.shape[-2] != 1
+        or torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or not query_states.dtype == key_states.dtype == cos.dtype
+    ):
+        return rotate(query_states, cos, sin), rotate(key_states, cos, sin)
+    states = torch.cat((query_states, key_states), dim=1)
+    rotated = states if cos.shape[-1] == states.shape[-1] else states[..., : cos.shape[-1]]
+    first, second = rotated.chunk(2, dim=-1)
+    sin_first, sin_second = sin.chunk(2, dim=-1)
+    of_second, of_first = second * sin_first, first * sin_second
+    rotated.mul_(cos)
+    first.sub_(of_second)
+    second.add_(of_first)
+    return states.split((query_states.shape[1], key_states.shape[1]), dim=1)
+
+
 def _plain_rotation(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rotated, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
     rotated = rotated * cos + rotate_half(rotated) * sin

@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 from gated_attention import GatedAttentionConfig
 from gated_attention.modeling_gated.gate import gate_scores
 from gated_attention.modeling_gated.norm import rms_norm
-from gated_attention.modeling_gated.rotary import rotate
+from gated_attention.modeling_gated.rotary import rotate, rotate_together
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -46,6 +46,26 @@ def test_rotation_has_the_bits_of_transformers(dtype, rotated, length):
     with torch.no_grad():
         assert torch.equal(rotate(states, cos.unsqueeze(1), sin.unsqueeze(1)), results[0])
     assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("length", [1, 7])
+@pytest.mark.parametrize("rotated", [12, 4], ids=["all_channels", "first_channels"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotating_together_has_the_bits_of_two_rotations(dtype, rotated, length):
+    queries, cos, sin = states_and_angles(dtype, rotated, length)
+    keys = queries.flip(-1)[:, :1]
+    arguments = (queries, keys, cos.unsqueeze(1), sin.unsqueeze(1))
+    before = [states.clone() for states in arguments]
+    apart = [rotate(states, *arguments[2:]) for states in (queries, keys)]
+    with torch.no_grad():
+        together = rotate_together(*arguments)
+    for states, expected in zip(together, apart, strict=True):
+        assert torch.equal(states, expected)
+    assert all(torch.equal(*pair) for pair in zip(arguments, before, strict=True))
+    leaves = [states.clone().requires_grad_() for states in (queries, keys)]
+    with_gradient = rotate_together(*leaves, *arguments[2:])
+    sum(states.sum() for states in with_gradient).backward()
+    assert all(leaf.grad is not None for leaf in leaves)
 
 
 @pytest.mark.parametrize("rotated", [12, 4], ids=["all_channels", "first_channels"])
