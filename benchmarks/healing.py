@@ -64,9 +64,19 @@ def start_of(kind: str, source: Path, text: str, options: HealingOptions, folder
     return folder
 
 
-def fits(pattern: str, names: list[str]) -> bool:
-    """Whether a group has parameters: without a transfer there are no biases, and a model without gates has no gates."""
-    return any(re.search(r"\.g_proj\." if pattern == "gates" else pattern, name) for name in names)
+def groups_with_members(groups: list[dict], names: list[str]) -> list[dict]:
+    """
+    The groups that have parameters left by those before them: without a transfer there are no biases but the gates' own, and a model without gates
+    has no gates.
+    """
+    kept = []
+    for group in groups:
+        pattern = r"\.g_proj\." if group["pattern"] == "gates" else group["pattern"]
+        fitting = [name for name in names if re.search(pattern, name)]
+        if fitting:
+            kept.append(group)
+        names = [name for name in names if name not in fitting]
+    return kept
 
 
 def healed(kind: str, source: Path, text: str, options: HealingOptions, work: Path) -> Path:
@@ -78,7 +88,7 @@ def healed(kind: str, source: Path, text: str, options: HealingOptions, work: Pa
     start = start_of(kind, source, text, options, work / f"{kind}-start-{seed}")
     settings = healing_recipe(str(source), str(start), data, str(held_out), str(trained), options)
     names = list(read_checkpoint(start).tensors)
-    settings["parameter_groups"] = [group for group in settings["parameter_groups"] if fits(group["pattern"], names)]
+    settings["parameter_groups"] = groups_with_members(settings["parameter_groups"], names)
     if not (trained / TRAINING_RESULTS_FILE).is_file():
         train(make_recipe(settings | {"resume_from_checkpoint": "auto", "diagnostics": {"every": 0}}))
     for checkpoint in trained.glob("checkpoint-*"):
