@@ -440,6 +440,10 @@ def study(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Everything once, in minutes: its figures mean nothing.")
     ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Trainings at once; default: one a core, eight at most, and one in all on a GPU."),
+    ] = None,
 ) -> None:
     """
     Train a grid of small models and draw the paper's tables from it.
@@ -448,12 +452,13 @@ def study(
     """
     from .conversion.errors import ConversionError
     from .diagnostics.errors import InspectionError
-    from .study import StudyError, load_study, run_study
+    from .study import StudyError, load_study, run_study, usual_jobs
     from .training import RecipeError
 
     try:
         plan = load_study(study, smoke)
-        run_study(plan, folder or Path(plan.name + ("-smoke" if smoke else "")), echo=typer.echo)
+        folder = folder or Path(plan.name + ("-smoke" if smoke else ""))
+        run_study(plan, folder, echo=typer.echo, jobs=jobs or usual_jobs(plan))
     except (StudyError, RecipeError, ConversionError, InspectionError, OSError) as error:
         _fail(error)
 

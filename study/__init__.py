@@ -3,7 +3,7 @@
 from .corpus import Corpus, CorpusOptions, build_corpus
 from .errors import StudyError
 from .plan import ExtensionOptions, RunOptions, Study, TableOptions, TestOptions, load_study, make_study
-from .run import run_study
+from .run import run_study, usual_jobs
 from .tasks import TASKS, TaskResult, TaskRow, task_accuracy
 
 
@@ -24,4 +24,5 @@ __all__ = [
     "make_study",
     "run_study",
     "task_accuracy",
+    "usual_jobs",
 ]

@@ -3,9 +3,13 @@
 import gc
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +18,31 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from .._version import package_versions
+from ..conversion.errors import ConversionError
 from ..conversion.staging import exclusive
 from ..diagnostics import InspectionError, inspect_model
 from ..diagnostics.callback import SPIKES_FILE
 from ..diagnostics.plots import check_plots
+from ..training import RecipeError
 from .corpus import Corpus, build_corpus
 from .errors import StudyError
-from .extension import STAGES, finish_stage, stages_of
+from .extension import STAGES, Stage, finish_stage, stages_of
 from .plan import Run, Study
 from .report import write_study_report
 from .results import ResultsTable
 from .training import device_of, remove_checkpoints, train_once
 
 
-def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = print) -> dict[str, list[dict]]:
+# Processes that train at once, if nobody says how many.
+MOST_JOBS = 8
+
+# What one process does in a row: a training, and what is made of its model.
+Unit = list[tuple[str, Run | Stage]]
+
+
+def run_study(
+    study: Study, folder: str | Path, echo: Callable[[str], None] = print, jobs: int = 1
+) -> dict[str, list[dict]]:
     """
     Train and measure what a study names, and write its tables and figures.
 
@@ -38,13 +53,18 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
         study ([`Study`]): What to do.
         folder (`str` or `Path`): Folder of its corpus, its models, its table and its report.
         echo: Where it is said what is done.
+        jobs (`int`): Processes that train at once, which share the cores. A model so small gains little from a second core, so that two trainings on
+            a core each are sooner done than one after another on both. A script needs the guard that `multiprocessing` asks for.
 
     Returns:
         The results of each table's runs, in its order.
 
     Raises:
-        [`StudyError`], `RecipeError`, `ConversionError`: something of it cannot be done. What is finished stays.
+        [`StudyError`], `RecipeError`, `ConversionError`: something of it cannot be done. What is finished stays. Of several processes it is always
+            `StudyError`.
     """
+    if jobs < 1:
+        raise StudyError(f"`jobs` must be 1 or more, got {jobs}")
     folder = Path(folder)
     check_plots()
     with exclusive(folder / "study"), _without_bars_of_datasets():
@@ -52,7 +72,6 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
         for length in {study.length, *(length for one in study.extensions for length in one.lengths)}:
             corpus.test_windows(length, study.tests.tokens)  # that there are so many is known before hours of training
         table = ResultsTable(folder)
-        models = folder / "models"
         runs_of = {
             one.title: [(run.key(corpus), run) for run in study.runs(one)]
             for one in (*study.tables, *study.extensions)
@@ -63,21 +82,16 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
         }
         runs = dict(itertools.chain(*runs_of.values()))
         stages = dict(itertools.chain(*keys_of_stages.values()))
-        missing = [key for key in (*runs, *stages) if table.find(key) is None]
-        echo(
-            f"{study.name}: {len(runs) + len(stages)} runs, {len(runs) + len(stages) - len(missing)} of them finished before"
-        )
-        for number, key in enumerate(tqdm(missing, desc="Runs", unit="run", disable=None), start=1):
-            if key in runs:
-                folder_of_models = models / key
-                result = finish_run(runs[key], corpus, folder_of_models)
-            else:
-                stage, trained = stages[key], stages[key].run.key(corpus)
-                folder_of_models = models / stage.settings_key(corpus)
-                result = finish_stage(stage, corpus, table.find(trained), models / trained, folder_of_models)
-            table.add(key, result)
-            remove_checkpoints(folder_of_models)
-            echo(f"{number} of {len(missing)}: {_described(result)}")
+        units: dict[str, Unit] = {key: [(key, run)] for key, run in runs.items()}
+        for key, stage in stages.items():
+            units[stage.run.key(corpus)].append((key, stage))
+        missing = [[(key, one) for key, one in unit if table.find(key) is None] for unit in units.values()]
+        missing = [unit for unit in missing if unit]
+        total, left = len(runs) + len(stages), sum(map(len, missing))
+        echo(f"{study.name}: {total} runs, {total - left} of them finished before")
+        lines = _finished(missing, folder, min(jobs, len(missing)))
+        for number, line in enumerate(tqdm(lines, total=left, desc="Runs", unit="run", disable=None), start=1):
+            echo(f"{number} of {left}: {line}")
         found = {
             one.title: [table.find(key) | {"name": run.options.name} for key, run in runs_of[one.title]]
             for one in study.tables
@@ -88,6 +102,63 @@ def run_study(study: Study, folder: str | Path, echo: Callable[[str], None] = pr
         write_study_report(study, corpus, found, longer, folder)
     echo(f"the tables are in {folder / 'report.md'}")
     return found | longer
+
+
+def usual_jobs(study: Study) -> int:
+    """How many processes a study is best trained by: one a core, and one in all on a GPU."""
+    if device_of(study.recipe) == "cuda":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_JOBS)
+
+
+def _finished(units: list[Unit], folder: Path, jobs: int) -> Iterator[str]:
+    """Train and measure; gives a line about each run that is done."""
+    if jobs <= 1:
+        for unit in units:
+            yield from _finish(unit, folder)
+        return
+    threads = max(1, torch.get_num_threads() // jobs)
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,))
+    try:
+        for future in as_completed([pool.submit(_finish_elsewhere, unit, folder) for unit in units]):
+            lines, error = future.result()
+            yield from lines
+            if error is not None:
+                raise StudyError(error)
+    except BrokenProcessPool as error:
+        raise StudyError(
+            "a process of the study was killed, perhaps for want of memory: the same command goes on, `--jobs 1` needs the least"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _finish_elsewhere(unit: Unit, folder: Path) -> tuple[list[str], str | None]:
+    """[`_finish`] in a process of its own, whose errors need not be picklable."""
+    lines = []
+    try:
+        with _without_bars_of_datasets():
+            for line in _finish(unit, folder):
+                lines.append(line)
+    except (StudyError, RecipeError, ConversionError, InspectionError, OSError) as error:
+        return lines, str(error)
+    return lines, None
+
+
+def _finish(unit: Unit, folder: Path) -> Iterator[str]:
+    corpus, table, models = Corpus.load(folder / "corpus"), ResultsTable(folder), folder / "models"
+    for key, one in unit:
+        if isinstance(one, Run):
+            folder_of_models = models / key
+            result = finish_run(one, corpus, folder_of_models)
+        else:
+            trained = one.run.key(corpus)
+            folder_of_models = models / one.settings_key(corpus)
+            result = finish_stage(one, corpus, table.find(trained), models / trained, folder_of_models)
+        table.add(key, result)
+        remove_checkpoints(folder_of_models)
+        yield _described(result)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ SPECIAL_TOKENS = (BEGIN, END, PADDING, KEY)
 TEST_KEYS = 8
 DIGITS = 5
 RECALLED_PAIRS = 16
+# Tokens that pairs are made of: fewer, each of which is seen the more often, are learned to be copied sooner.
+RECALLED_TOKENS = 256
 NEEDLES = 4
 
 _COLOURS = [
@@ -193,27 +195,53 @@ def _laid_out(
 class AssociativeRecall:
     """
     Pairs of a key and a value, single tokens each, are strewn over the row; at its end each key is asked for its value, in an order of its own.
+
+    A row to train on asks again and again, wherever it likes, for two to `pairs` of them: nearly every pair is an answer, and many lie near what they
+    repeat. Rows of the test's kind alone hold few answers, all of them hard, and a small model does not begin to learn from them.
     """
 
     def __init__(self, tokenizer, pairs: int = RECALLED_PAIRS):
         self.tokens = _Tokens(tokenizer)
         self.pairs = pairs
-        self.keys = {
-            test: [one for one in self.tokens.ordinary if is_test_key(str(one)) == test] for test in (False, True)
-        }
+        # An order of its own, for the first tokens of a tokenizer are single bytes.
+        order = sorted(self.tokens.ordinary, key=lambda one: hashlib.sha256(f"recall {one}".encode()).digest())
+        self.values = order[:RECALLED_TOKENS]
+        self.keys = {test: [one for one in self.values if is_test_key(str(one)) == test] for test in (False, True)}
         if min(map(len, self.keys.values())) < pairs:
             raise StudyError(
                 f"`vocab_size` must leave {pairs} tokens for the keys of the test, and leaves {len(self.keys[True])}; give a larger one"
             )
 
     def __call__(self, length: int, filler: Filler, test: bool, draws: random.Random) -> TaskRow:
-        keys = draws.sample(self.keys[test], self.pairs)
-        values = draws.sample(self.tokens.ordinary, self.pairs)
+        pairs = self.pairs if test else draws.randint(2, self.pairs)
+        keys, values = draws.sample(self.keys[test], pairs), draws.sample(self.values, pairs)
         facts = [[self.tokens.key, key, value] for key, value in zip(keys, values, strict=True)]
+        return (
+            self._asked_at_the_end(facts, length, filler, draws) if test else self._asked(facts, length, filler, draws)
+        )
+
+    def _asked(self, facts: list[list[int]], length: int, filler: Filler, draws: random.Random) -> TaskRow:
+        row, answers, depths, first = [self.tokens.begin], [], [], {}
+        longest = max(1, length // 20)
+        with_text = draws.choice([0.0, 0.3, 0.6])  # of the pairs
+        while len(row) + len(facts[0]) <= length:
+            index = draws.randrange(len(facts))
+            text = filler.take(draws.randint(1, longest), draws) if draws.random() < with_text else []
+            if len(row) + len(text) + len(facts[0]) > length:
+                break
+            row += text + facts[index]
+            if index in first:
+                answers.append((len(row) - 1, len(row)))
+                depths.append(first[index] / (len(row) - len(facts[0])))
+            first.setdefault(index, len(row) - len(facts[0]))
+        row += filler.take(length - len(row), draws)
+        return TaskRow(row, answers, depths)
+
+    def _asked_at_the_end(self, facts: list[list[int]], length: int, filler: Filler, draws: random.Random) -> TaskRow:
         room = _room(length, 2 * sum(map(len, facts)), "recall")
         row, places = _laid_out(self.tokens.begin, facts, room, filler, draws)
         question, answers, depths = len(row), [], []
-        for index in draws.sample(range(self.pairs), self.pairs):
+        for index in draws.sample(range(len(facts)), len(facts)):
             row += facts[index]
             answers.append((len(row) - 1, len(row)))
             depths.append(places[index] / question)

@@ -1,7 +1,9 @@
 """A study of small models: its corpus and tasks, its runs, and what it writes."""
 
 import contextlib
+import itertools
 import json
+import random
 import shutil
 import sqlite3
 from pathlib import Path
@@ -133,6 +135,20 @@ def test_text_comes_back_from_its_tokens(corpus):
     assert [token for token in tokenizer.convert_ids_to_tokens(ids) if token.isdigit()] == list("25051")
 
 
+def test_rows_to_train_recall_on_ask_again_and_again(corpus):
+    recall = TASKS["recall"](corpus.tokenizer)
+    filler, draws = corpus._held_out, random.Random(0)
+    rows = [recall(128, filler, False, draws) for _ in range(50)]
+    assert all(len(row.input_ids) == 128 for row in rows)
+    assert max(len(row.answers) for row in rows) > 2 * recall.pairs
+    for row in rows:
+        for (start, end), depth in zip(row.answers, row.depths, strict=True):
+            fact = row.input_ids[start - 2 : end]
+            places = [at for at in range(start - 2) if row.input_ids[at : at + 3] == fact]
+            assert places and places[0] == round(depth * (start - 2))
+            assert not is_test_key(str(fact[1]))
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_answer_is_in_the_row_at_its_depth(corpus, task):
     for row in corpus.test_rows(task, 160, 10):
@@ -154,9 +170,12 @@ def test_keys_of_the_test_are_not_trained_on(corpus, task):
     tokenizer = corpus.tokenizer
 
     def keys(rows):
+        key = tokenizer.convert_tokens_to_ids("<|key|>")
         for row in rows:
-            last = row[-2] if task == "recall" else row[-5:]
-            yield str(last) if task == "recall" else "".join(tokenizer.convert_ids_to_tokens(last))
+            if task == "recall":
+                yield from (str(after) for token, after in itertools.pairwise(row) if token == key)
+            else:
+                yield "".join(tokenizer.convert_ids_to_tokens(row[-5:]))
 
     trained = set(keys(rows_of(corpus, f"{task}-128")))
     tested = set(keys(row.input_ids for row in corpus.test_rows(task, 128, 20)))
@@ -298,6 +317,33 @@ def test_finished_study_changes_nothing(finished, monkeypatch):
     assert run_study(study(), folder, echo=said.append) == found
     assert said[0] == "tiny: 4 runs, 4 of them finished before"
     assert before == ((folder / "report.md").read_text(), (folder / "results.json").read_text())
+
+
+def test_several_processes_find_what_one_finds(tmp_path):
+    wanted = lengths()
+    alone = run_study(wanted, tmp_path / "1")
+    said = []
+    together = run_study(wanted, tmp_path / "2", echo=said.append, jobs=2)
+    for one, other in zip(alone["Longer"], together["Longer"], strict=True):
+        # A model that has no sink to transfer is named by its folder.
+        assert other == json.loads(json.dumps(one).replace(f"{tmp_path}/1/", f"{tmp_path}/2/"))
+    number = 2 + len(alone["Longer"])  # the two trainings
+    assert [line.split(":")[0] for line in said[1:-1]] == [f"{one} of {number}" for one in range(1, number + 1)]
+
+
+def test_what_fails_in_a_process_of_its_own_is_said_as_usual(tmp_path):
+    lines = [{"variant": "baseline"}, {"variant": "g1_headwise"}]
+    wanted = study(tables=[{"title": "One", "runs": lines}])
+    corpus = build_corpus(tmp_path / "corpus", wanted.corpus, progress=False)
+    blocked, other = (run.key(corpus) for run in wanted.runs(wanted.tables[0]))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / blocked).write_text("in the way")
+    with pytest.raises(StudyError, match=blocked):
+        run_study(wanted, tmp_path, jobs=2)
+    (tmp_path / "models" / blocked).unlink()
+    found = run_study(wanted, tmp_path, jobs=2)["One"]
+    assert [run["variant"] for run in found] == ["baseline", "g1_headwise"]
+    assert (tmp_path / "models" / other).is_dir()
 
 
 def test_stopped_study_goes_on_from_the_checkpoint(finished, tmp_path, monkeypatch):
