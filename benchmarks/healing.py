@@ -15,7 +15,6 @@ import argparse
 import gc
 import hashlib
 import json
-import re
 import shutil
 import statistics
 from dataclasses import replace
@@ -32,9 +31,12 @@ from gated_attention.conversion.sink_transfer.command import windows_of_tests
 from gated_attention.demo import demo_checkpoint
 from gated_attention.diagnostics import copying_accuracy, low_bit_perplexity, smooth_model, streaming_perplexity
 from gated_attention.diagnostics.texts import default_text
+from gated_attention.modeling_gated.gate import is_gate_tensor
 from gated_attention.training import HealingOptions, healing_recipe, make_recipe, train
 from gated_attention.training.heal import SMOOTHED_ON
 from gated_attention.training.healing_rows import HealingRows
+from gated_attention.training.parameter_groups import first_fit
+from gated_attention.training.recipe import ParameterGroup
 
 
 STARTS = ("transfer", "transfer_massive_kept", "identity", "none")
@@ -64,21 +66,6 @@ def start_of(kind: str, source: Path, text: str, options: HealingOptions, folder
     return folder
 
 
-def groups_with_members(groups: list[dict], names: list[str]) -> list[dict]:
-    """
-    The groups that have parameters left by those before them: without a transfer there are no biases but the gates' own, and a model without gates
-    has no gates.
-    """
-    kept = []
-    for group in groups:
-        pattern = r"\.g_proj\." if group["pattern"] == "gates" else group["pattern"]
-        fitting = [name for name in names if re.search(pattern, name)]
-        if fitting:
-            kept.append(group)
-        names = [name for name in names if name not in fitting]
-    return kept
-
-
 def healed(kind: str, source: Path, text: str, options: HealingOptions, work: Path) -> Path:
     """Heal a start with a seed; a training that was stopped goes on."""
     seed = options.transfer.seed
@@ -88,7 +75,13 @@ def healed(kind: str, source: Path, text: str, options: HealingOptions, work: Pa
     start = start_of(kind, source, text, options, work / f"{kind}-start-{seed}")
     settings = healing_recipe(str(source), str(start), data, str(held_out), str(trained), options)
     names = list(read_checkpoint(start).tensors)
-    settings["parameter_groups"] = groups_with_members(settings["parameter_groups"], names)
+    gates = {name for name in names if is_gate_tensor(name)}
+    groups = [ParameterGroup(**group) for group in settings["parameter_groups"]]
+    # Without a transfer there are no biases but the gates' own, and a model without gates has no gates.
+    with_members = {first_fit(name, groups, gates) for name in names}
+    settings["parameter_groups"] = [
+        group for index, group in enumerate(settings["parameter_groups"]) if index in with_members
+    ]
     if not (trained / TRAINING_RESULTS_FILE).is_file():
         train(make_recipe(settings | {"resume_from_checkpoint": "auto", "diagnostics": {"every": 0}}))
     for checkpoint in trained.glob("checkpoint-*"):

@@ -56,14 +56,7 @@ def rotate_together(
         or not query_states.dtype == key_states.dtype == cos.dtype
     ):
         return rotate(query_states, cos, sin), rotate(key_states, cos, sin)
-    states = torch.cat((query_states, key_states), dim=1)
-    rotated = states if cos.shape[-1] == states.shape[-1] else states[..., : cos.shape[-1]]
-    first, second = rotated.chunk(2, dim=-1)
-    sin_first, sin_second = sin.chunk(2, dim=-1)
-    of_second, of_first = second * sin_first, first * sin_second
-    rotated.mul_(cos)
-    first.sub_(of_second)
-    second.add_(of_first)
+    states = _rotated(torch.cat((query_states, key_states), dim=1), cos, sin, back=False)
     return states.split((query_states.shape[1], key_states.shape[1]), dim=1)
 
 

@@ -89,7 +89,7 @@ def run_study(
         missing = [unit for unit in missing if unit]
         total, left = len(runs) + len(stages), sum(map(len, missing))
         echo(f"{study.name}: {total} runs, {total - left} of them finished before")
-        lines = _finished(missing, folder, min(jobs, len(missing)))
+        lines = _finished(missing, corpus, folder, min(jobs, len(missing)))
         for number, line in enumerate(tqdm(lines, total=left, desc="Runs", unit="run", disable=None), start=1):
             echo(f"{number} of {left}: {line}")
         found = {
@@ -112,11 +112,11 @@ def usual_jobs(study: Study) -> int:
     return min(cores, MOST_JOBS)
 
 
-def _finished(units: list[Unit], folder: Path, jobs: int) -> Iterator[str]:
+def _finished(units: list[Unit], corpus: Corpus, folder: Path, jobs: int) -> Iterator[str]:
     """Train and measure; gives a line about each run that is done."""
     if jobs <= 1:
         for unit in units:
-            yield from _finish(unit, folder)
+            yield from _finish(unit, corpus, folder)
         return
     threads = max(1, torch.get_num_threads() // jobs)
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,))
@@ -139,15 +139,15 @@ def _finish_elsewhere(unit: Unit, folder: Path) -> tuple[list[str], str | None]:
     lines = []
     try:
         with _without_bars_of_datasets():
-            for line in _finish(unit, folder):
+            for line in _finish(unit, Corpus.load(folder / "corpus"), folder):
                 lines.append(line)
     except (StudyError, RecipeError, ConversionError, InspectionError, OSError) as error:
         return lines, str(error)
     return lines, None
 
 
-def _finish(unit: Unit, folder: Path) -> Iterator[str]:
-    corpus, table, models = Corpus.load(folder / "corpus"), ResultsTable(folder), folder / "models"
+def _finish(unit: Unit, corpus: Corpus, folder: Path) -> Iterator[str]:
+    table, models = ResultsTable(folder), folder / "models"
     for key, one in unit:
         if isinstance(one, Run):
             folder_of_models = models / key

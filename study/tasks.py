@@ -229,11 +229,13 @@ class AssociativeRecall:
             text = filler.take(draws.randint(1, longest), draws) if draws.random() < with_text else []
             if len(row) + len(text) + len(facts[0]) > length:
                 break
+            place = len(row) + len(text)
             row += text + facts[index]
             if index in first:
                 answers.append((len(row) - 1, len(row)))
-                depths.append(first[index] / (len(row) - len(facts[0])))
-            first.setdefault(index, len(row) - len(facts[0]))
+                depths.append(first[index] / place)
+            else:
+                first[index] = place
         row += filler.take(length - len(row), draws)
         return TaskRow(row, answers, depths)
 

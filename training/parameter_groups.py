@@ -75,7 +75,7 @@ def resolve_groups(model: nn.Module, groups: list[ParameterGroup], only_gates: b
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     members: dict[int, list[str]] = {index: [] for index in range(len(groups) + 1)}
     for name in names:
-        members[_first_fit(name, groups, gates)].append(name)
+        members[first_fit(name, groups, gates)].append(name)
     for index, group in enumerate(groups):
         if not members[index] and not only_gates:
             taken = any(_fits(name, group, gates) for name in names)
@@ -91,7 +91,8 @@ def resolve_groups(model: nn.Module, groups: list[ParameterGroup], only_gates: b
     return [one for one in resolved if one.names]
 
 
-def _first_fit(name: str, groups: list[ParameterGroup], gates: set[str]) -> int:
+def first_fit(name: str, groups: list[ParameterGroup], gates: set[str]) -> int:
+    """The index of the group that a parameter belongs to; the number of groups if it fits none. `gates` are the names of the gates' parameters."""
     return next((index for index, group in enumerate(groups) if _fits(name, group, gates)), len(groups))
 
 
