@@ -344,10 +344,19 @@ def test_massive_activations_become_ordinary(tmp_path):
     assert inspected.f_attn == pytest.approx(report.f_attn[1], abs=1e-6)
 
 
+def test_massive_activations_at_the_lowest_cost(tmp_path, monkeypatch):
+    """Where no size costs as little as is wanted, the cheapest counts, although others are smaller."""
+    monkeypatch.setattr(calibrate_module, "LARGEST_RISE", 0.5)
+    report, _ = fit_and_load(save_source(tmp_path / "source", planted_massive()), distinct_windows(64), held_out=8)
+    tried = report.massive.tried
+    assert len(tried) == 5 and tried[report.massive.factor] == min(tried.values()) == report.perplexity[1]
+
+
 @pytest.mark.parametrize("why", ["asked", "costly"])
 def test_massive_activations_are_left(tmp_path, target, why, monkeypatch):
-    """Where they are to stay, or where no smaller size leaves the perplexity as it is."""
-    monkeypatch.setattr(calibrate_module, "LARGEST_RISE", 0.5)
+    """Where they are to stay, or where each smaller size costs too much perplexity."""
+    for limit in ("LARGEST_RISE", "LARGEST_RISE_AT_ALL"):
+        monkeypatch.setattr(calibrate_module, limit, 0.5)
     source = save_source(tmp_path / "source", planted_massive())
     report = transfer_sinks(source, target, TEXT, keep_massive=why == "asked", **SMALL)
     if why == "asked":

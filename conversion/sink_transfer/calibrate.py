@@ -23,7 +23,7 @@ from ..plan import format_bytes
 from .calibration import Calibration
 from .layer_source import LayerSource
 from .layer_transfer import LayerFit, apply_fit, fit_layer, identity_tensors
-from .massive import LARGEST_RISE, ShrinkTrial, ShrunkLayer, shrunk_tensors
+from .massive import LARGEST_RISE, LARGEST_RISE_AT_ALL, ShrinkTrial, ShrunkLayer, shrunk_tensors
 from .opened_attention import OpenedAttention, sink_shares
 from .report import LayerReport, MassiveReport, TransferReport, TransferSettings
 from .sinks import SinkGroup, find_sinks
@@ -159,7 +159,8 @@ def calibrate(
         massive = None
         if trial and trial.neurons and any(report.outcome == "transferred" for report in reports):
             tried = {factor: held_out_perplexity(states) for factor, states in trial.states.items()}
-            massive = MassiveReport.of(trial.neurons, tried, perplexity[1] * LARGEST_RISE)
+            limits = perplexity[1] * LARGEST_RISE, perplexity[1] * LARGEST_RISE_AT_ALL
+            massive = MassiveReport.of(trial.neurons, tried, *limits)
         if massive is not None and massive.factor is not None:
             perplexity = perplexity[0], tried[massive.factor]
             reports = [_with_shrunk(report, trial.layers[massive.factor]) for report in reports]

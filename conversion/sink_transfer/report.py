@@ -84,7 +84,7 @@ class MassiveReport:
 
     Attributes:
         neurons: Indices in the layers' MLPs, by layer.
-        factor: What their rows of `up_proj` were multiplied by; None if no factor that was tried left the perplexity as it was.
+        factor: What their rows of `up_proj` were multiplied by; None if each that was tried cost too much perplexity.
         tried: Perplexity on the held-out windows for each factor.
     """
 
@@ -94,10 +94,14 @@ class MassiveReport:
 
     @classmethod
     def of(
-        cls, neurons: dict[int, list[int]], tried: dict[float, float], largest_perplexity: float
+        cls, neurons: dict[int, list[int]], tried: dict[float, float], wanted: float, largest: float
     ) -> "MassiveReport":
-        """With the smallest factor that keeps to a perplexity."""
-        return cls(neurons, min((f for f, found in tried.items() if found <= largest_perplexity), default=None), tried)
+        """With the smallest factor that keeps to the perplexity wanted; else the one with the lowest, if it keeps to the largest allowed."""
+        factor = min((factor for factor, found in tried.items() if found <= wanted), default=None)
+        if factor is None:
+            cheapest = min(tried, key=tried.get)
+            factor = cheapest if tried[cheapest] <= largest else None
+        return cls(neurons, factor, tried)
 
     def describe(self) -> str:
         number = sum(map(len, self.neurons.values()))

@@ -52,7 +52,7 @@ class TransferOptions:
         attention_weight: What attention that is left on sinks costs against error. Larger: less sink, more error.
         seed: For the choice of windows.
         keep_massive: Whether the neurons that write massive activations stay as they are. By default they are made smaller, as far as
-            that costs no more than half a percent of perplexity on held-out tokens.
+            that costs about half a percent of perplexity on held-out tokens, a whole one at most.
         on_disk: Whether the hidden states of the calibration tokens (up to 2.6 times `tokens * hidden_size` float32 numbers) lie in
             temporary files instead of memory. The fit of a layer needs up to four times that in memory besides (eight times,
             elementwise).
