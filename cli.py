@@ -343,6 +343,9 @@ def heal(
     sampled_share: Annotated[
         float, typer.Option(help="Share of rows that the source writes by itself, of all kinds that it knows.")
     ] = 0.3,
+    chat_share: Annotated[
+        float, typer.Option(help="Share of those that are chats, if the tokenizer has a chat template.")
+    ] = 0.5,
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Compute in bfloat16: faster on GPUs, and on CPUs with AMX.")
     ] = False,
@@ -396,6 +399,7 @@ def heal(
             activations=activations,
             copy_share=copy_share,
             sampled_share=sampled_share,
+            chat_share=chat_share,
             bf16=bf16,
             smoothing=smoothing,
             texts=tuple(test or ()),

@@ -27,7 +27,7 @@ from gated_attention.conversion import ConversionError, NothingToTransferError
 from gated_attention.conversion.sink_transfer import TransferOptions
 from gated_attention.diagnostics.copying import ordinary_tokens
 from gated_attention.training import HealingOptions, heal, healing_recipe
-from gated_attention.training.healing_rows import copied_row, sampled_rows
+from gated_attention.training.healing_rows import chat_beginning, copied_row, sampled_rows
 
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "distill_transfer.yaml"
@@ -157,15 +157,18 @@ def stopped_healing(source: Path, target: Path, monkeypatch, **changes):
 
 
 def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
-    """And, in their shares, tokens to copy and what the source writes."""
-    recipe = stopped_healing(planted_source, target, monkeypatch, copy_share=0.3, sampled_share=0.2)
-    assert [source.weight for source in recipe.data] == [pytest.approx(0.5), 0.3, 0.2]
-    of_text, copies, sampled = (rows_of(Path(source.path)) for source in recipe.data)
-    assert (len(copies), len(sampled)) == (10, 7)  # of 32
+    """And, in their shares, tokens to copy and what the source writes: after a random token, or as a chat."""
+    shares = {"copy_share": 0.3, "sampled_share": 0.2, "chat_share": 0.25}
+    recipe = stopped_healing(planted_source, target, monkeypatch, **shares)
+    assert [source.weight for source in recipe.data] == [pytest.approx(share) for share in (0.5, 0.3, 0.15, 0.05)]
+    of_text, copies, sampled, chats = (rows_of(Path(source.path)) for source in recipe.data)
+    assert (len(copies), len(sampled), len(chats)) == (10, 5, 2)  # of 32
     tokenizer = AutoTokenizer.from_pretrained(planted_source)
     rows = of_text + copies + sampled
     # All are whole rows: of others the packing would cut the next one.
-    assert {len(row) for row in rows} == {32}
+    assert {len(row) for row in rows + chats} == {32}
+    begin = tokenizer("<user>", add_special_tokens=False)["input_ids"]
+    assert {tuple(row[: len(begin)]) for row in chats} == {tuple(begin)} and chats[0] != chats[1]
     assert 0.6 < sum(row[0] == tokenizer.bos_token_id for row in rows) / len(rows) < 0.9
     whole = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     before_test = len(whole) // 32 * 32 - 256
@@ -177,7 +180,36 @@ def test_rows_are_the_text_before_the_test(planted_source, target, monkeypatch):
     assert [token for row in held_out for token in row[1:]] == whole[before_test : before_test + len(held_out) * 31]
 
 
-@pytest.mark.parametrize("lost", ["text", "copies", "sampled"])
+@pytest.mark.parametrize("change", ["no_template", "none_wanted", "all"])
+def test_chats_are_a_share_of_what_the_source_writes(planted_source, target, monkeypatch, change):
+    if change == "no_template":
+        (planted_source / "chat_template.jinja").unlink()
+    share = {"no_template": 0.5, "none_wanted": 0.0, "all": 1.0}[change]
+    recipe = stopped_healing(planted_source, target, monkeypatch, chat_share=share)
+    kind = "chats" if change == "all" else "sampled"
+    assert [(Path(source.path).stem, source.weight) for source in recipe.data][2:] == [(kind, 0.3)]
+
+
+def test_chat_begins_with_all_that_stands_before_a_users_words():
+    """A system prompt as well; a space before the words belongs to the first of them."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "<s>the gate opens [user] {{ messages[0]['content'] | trim }} [/user]"
+    expected = tokenizer("<s>the gate opens [user]", add_special_tokens=False)["input_ids"]
+    assert chat_beginning(tokenizer) == expected and expected[0] == tokenizer.bos_token_id
+    tokenizer.chat_template = None
+    assert chat_beginning(tokenizer) == []
+
+
+def test_a_row_that_has_no_room_for_a_chat_is_refused(planted_source, target):
+    template = planted_source / "chat_template.jinja"
+    template.write_text("the gate " * 20 + template.read_text())
+    words = "`length` must be more than .* with a `chat_share`: .* got 32. Or give `chat_share` 0"
+    with pytest.raises(ConversionError, match=words):
+        heal(planted_source, target, TEXT, options(), echo=lambda text: None)
+    assert not left_beside(target)
+
+
+@pytest.mark.parametrize("lost", ["text", "copies", "sampled", "chats"])
 def test_rows_that_were_not_finished_are_written_the_same(planted_source, target, monkeypatch, lost):
     recipe = stopped_healing(planted_source, target, monkeypatch)
     paths = [Path(source.path) for source in recipe.data]
@@ -206,16 +238,13 @@ def test_sampled_rows_are_what_the_model_predicts(tmp_path):
         model.model.norm.weight.fill_(1)
         model.lm_head.weight[follows] = 100 * codes
     source = save_source(tmp_path / "source", model)
-    vocabulary = ordinary_tokens(tokenizer)
-    rows = list(sampled_rows(source, tokenizer, [1], vocabulary, 200, 12, seed=3))
-    assert rows == list(sampled_rows(source, tokenizer, [1], vocabulary, 200, 12, seed=3))
-    assert (
-        len(rows) == 200
-        and {row[0] for row in rows} <= set(vocabulary.tolist())
-        and len({row[0] for row in rows}) > 30
-    )
+    firsts = ordinary_tokens(tokenizer)[:, None]
+    starts = torch.cat([torch.ones_like(firsts), firsts], dim=1)
+    rows = list(sampled_rows(source, tokenizer, starts, 13, seed=3))
+    assert rows == list(sampled_rows(source, tokenizer, starts, 13, seed=3))
+    assert [row[:2] for row in rows] == starts.tolist() and len(rows) > 30
     for row in rows:
-        assert row[1:] == follows[torch.tensor(row[:-1])].tolist()
+        assert len(row) == 13 and row[2:] == follows[torch.tensor(row[1:-1])].tolist()
 
 
 def test_copied_rows_repeat_passages_whose_tokens_are_all_different():
@@ -268,6 +297,7 @@ def test_command_and_recipe_train_in_the_same_way():
     [
         ({"tokens": 50}, "`tokens` must hold a step of 2 rows of 32 tokens, got 50"),
         ({"smoothing": 2}, "`smoothing` must be at least 0 and at most 1, got 2"),
+        ({"chat_share": 1.5}, "`chat_share` must be at least 0 and at most 1, got 1.5"),
         ({"copy_share": 1}, "`copy_share` must be at least 0 and at most 0.5, got 1"),
         ({"sampled_share": -0.1}, "`sampled_share` must be at least 0 and at most 0.5, got -0.1"),
         ({"copy_share": 0.5, "sampled_share": 0.45}, "must leave a tenth for the text, got 0.5 and 0.45"),
@@ -275,7 +305,7 @@ def test_command_and_recipe_train_in_the_same_way():
         ({"transfer": {"test_tokens": 0}}, "a healing is tested"),
         ({"length": 300, "tokens": 2000}, "`test_tokens` must be at least a row of `length` 300, got 256"),
     ],
-    ids=["tokens", "smoothing", "copies", "sampled", "no_text", "length", "no_test", "short_test"],
+    ids=["tokens", "smoothing", "chats", "copies", "sampled", "no_text", "length", "no_test", "short_test"],
 )
 def test_options_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(ConversionError, match=words):

@@ -53,6 +53,7 @@ class HealingOptions:
         copy_share: Share of the rows that hold random tokens and repeat them. A transfer fits gates on text, where there is little to copy, and
             loses most of it.
         sampled_share: Share of the rows that the source writes by itself, which are of all the kinds of text that it knows.
+        chat_share: Share of those that are chats, of which the source writes both sides, if its tokenizer has a chat template.
         bf16: Whether products are computed in bfloat16 (weights stay in float32): faster on GPUs and on CPUs with AMX.
         smoothing: How strongly the healed model is smoothed ([`smooth_model`]): outliers go from inputs of linear layers into weights, for the sake of
             eight bits; no logit changes. 0: not at all.
@@ -69,6 +70,7 @@ class HealingOptions:
     activations: float = 0.03
     copy_share: float = 0.2
     sampled_share: float = 0.3
+    chat_share: float = 0.5
     bf16: bool = False
     smoothing: float = 0.7
     texts: tuple[Path, ...] = ()
@@ -82,8 +84,9 @@ class HealingOptions:
             raise ConversionError(
                 f"`tokens` must hold a step of {self.batch} rows of {self.length} tokens, got {self.tokens}"
             )
-        if not 0 <= self.smoothing <= 1:
-            raise ConversionError(f"`smoothing` must be at least 0 and at most 1, got {self.smoothing}")
+        for name in ("smoothing", "chat_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConversionError(f"`{name}` must be at least 0 and at most 1, got {getattr(self, name)}")
         for name in ("copy_share", "sampled_share"):
             if not 0 <= getattr(self, name) <= 0.5:
                 raise ConversionError(f"`{name}` must be at least 0 and at most 0.5, got {getattr(self, name)}")
@@ -109,7 +112,7 @@ class HealingOptions:
     @property
     def mixture(self) -> Mixture:
         """The rows of all steps."""
-        return Mixture(self.steps * self.batch, self.length, self.copy_share, self.sampled_share)
+        return Mixture(self.steps * self.batch, self.length, self.copy_share, self.sampled_share, self.chat_share)
 
 
 def healing_recipe(

@@ -25,6 +25,8 @@ SHORTEST_PASSAGE = 8
 LONGEST_PASSAGE = 0.4
 # Tokens that are held at once while rows are sampled.
 SAMPLED_AT_ONCE = 32768
+# Stands for what a user says, to find out what a chat template writes before it.
+SAID = "what-a-user-says"
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,15 @@ class Mixture:
         length: Tokens in a row.
         copy_share: Share of random tokens that are repeated ([`copied_row`]).
         sampled_share: Share of what the source writes by itself ([`sampled_rows`]).
+        chat_share: Share of those that begin as a chat does ([`chat_beginning`]), if the tokenizer has a chat template: the source writes
+            both sides of it (the idea of Magpie, arXiv 2406.08464).
     """
 
     rows: int
     length: int
     copy_share: float
     sampled_share: float
+    chat_share: float
 
 
 class HealingRows:
@@ -57,7 +62,8 @@ class HealingRows:
         transfer ([`TransferOptions`]): Which part of the text is for the test, the share of rows with BOS, the seed, the device.
 
     Raises:
-        [`ConversionError`]: the text or its test has no row of this length, or the vocabulary is too small for a row to copy.
+        [`ConversionError`]: the text or its test has no row of this length, the vocabulary is too small for a row to copy, or a row is too
+            short for a chat.
         `InspectionError`: the vocabulary has no token that is a piece of text.
     """
 
@@ -84,6 +90,13 @@ class HealingRows:
                 f"twice in a row; got {length}"
             )
 
+        self.chat = chat_beginning(self.tokenizer) if mixture.sampled_share and mixture.chat_share else []
+        if len(self.chat) >= length:
+            raise ConversionError(
+                f"`length` must be more than {len(self.chat)} with a `chat_share`: so many tokens of {source}'s chat template stand before a "
+                f"user's words; got {length}. Or give `chat_share` 0"
+            )
+
     def of_text(self, number: int) -> list[list[int]]:
         """The first rows of the text, each beginning with BOS, where there is one."""
         rows = _cut(self.ids, 0, self.test, self.inside, self.inside)
@@ -107,27 +120,37 @@ class HealingRows:
                 yield ((begin if has_bos else []) + row)[: mixture.length]
 
         of_text = _cut(self.ids, 0, self.test, mixture.length, inside)
-        kinds = {"text": (1 - mixture.copy_share - mixture.sampled_share, of_text)}
+        kinds = {"text": (1 - mixture.copy_share - mixture.sampled_share, with_bos(of_text, "text"))}
         if mixture.copy_share:
             generator = torch.Generator().manual_seed(_seed(seed, "copies"))
             number = math.ceil(mixture.copy_share * mixture.rows)
             copied = (copied_row(self.vocabulary, mixture.length, generator) for _ in range(number))
-            kinds["copies"] = (mixture.copy_share, copied)
-        if mixture.sampled_share:
-            number = math.ceil(mixture.sampled_share * mixture.rows)
-            sampled = sampled_rows(
-                self.source, self.tokenizer, begin, self.vocabulary, number, mixture.length, seed, self.transfer.device
-            )
-            kinds["sampled"] = (mixture.sampled_share, sampled)
+            kinds["copies"] = (mixture.copy_share, with_bos(copied, "copies"))
+        chats = mixture.sampled_share * mixture.chat_share if self.chat else 0.0
+        if chats < mixture.sampled_share:
+            share = mixture.sampled_share - chats
+            generator = torch.Generator().manual_seed(_seed(seed, "firsts"))
+            drawn = torch.randint(len(self.vocabulary), (math.ceil(share * mixture.rows),), generator=generator)
+            starts = [[*begin, first] for first in self.vocabulary[drawn].tolist()]
+            sampled = (row[len(begin) :] for row in self._sampled(starts, len(begin) + mixture.length, "sampled"))
+            kinds["sampled"] = (share, with_bos(sampled, "sampled"))
+        if chats:
+            # They have the BOS that their template gives them.
+            starts = [self.chat] * math.ceil(chats * mixture.rows)
+            kinds["chats"] = (chats, self._sampled(starts, mixture.length, "chats"))
         data = []
         for name, (share, rows) in kinds.items():
             path = folder / f"{name}.jsonl"
-            _write(path, with_bos(rows, name))
+            _write(path, rows)
             data.append({"path": str(path), "column": "input_ids", "weight": share})
         held_out = folder / "held_out.jsonl"
         watched = itertools.islice(_cut(self.ids, self.test, len(self.ids), inside, inside), WATCHED_ROWS)
         _write(held_out, (begin + row for row in watched))
         return data, held_out
+
+    def _sampled(self, starts: list[list[int]], length: int, name: str) -> Iterator[list[int]]:
+        seed = _seed(self.transfer.seed, name)
+        return sampled_rows(self.source, self.tokenizer, torch.tensor(starts), length, seed, self.transfer.device)
 
 
 def _cut(ids: list[int], start: int, end: int, length: int, step: int) -> Iterator[list[int]]:
@@ -149,27 +172,33 @@ def _write(path: Path, rows: Iterable[list[int]]) -> None:
     unfinished.rename(path)
 
 
+def chat_beginning(tokenizer) -> list[int]:
+    """Tokens of a chat up to a user's first word, as the tokenizer's chat template has them; none if it has no template."""
+    if tokenizer.chat_template is None:
+        return []
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": SAID}], tokenize=False)
+    # A space at the end would be a token of its own, where words begin with theirs.
+    return tokenizer(chat.partition(SAID)[0].rstrip(" "), add_special_tokens=False)["input_ids"]
+
+
 @torch.no_grad()
 def sampled_rows(
     source: Path,
     tokenizer,
-    begin: list[int],
-    vocabulary: torch.Tensor,
-    number: int,
+    starts: torch.Tensor,
     length: int,
     seed: int = 0,
     device: str = "cpu",
 ) -> Iterator[list[int]]:
     """
-    What a model writes by itself after a random token, drawn from its own predictions (the idea of LLM-QAT, arXiv 2305.17888): text of all the
+    What a model writes by itself after a few tokens, drawn from its own predictions (the idea of LLM-QAT, arXiv 2305.17888): text of all the
     kinds that it was trained on, where the text at hand is of one. It runs in bfloat16, which is exact enough to draw from.
 
     Args:
         source (`Path`): Folder of the model.
         tokenizer: Its tokenizer. Token ids that it does not have, by which models fill up their vocabulary, are not drawn.
-        begin (`list[int]`): BOS, which stands before each row and is left out of it; or nothing.
-        vocabulary (`torch.LongTensor` of shape `(tokens,)`): Ids that first tokens are drawn from.
-        number, length (`int`): Rows, and tokens in each. They go on past the end of a text.
+        starts (`torch.LongTensor` of shape `(rows, tokens)`): What the rows begin with.
+        length (`int`): Tokens in a row, its start among them. Rows go on past the end of a text.
         seed (`int`): The same seed gives the same rows.
         device: Where the model runs.
     """
@@ -181,20 +210,17 @@ def sampled_rows(
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=length - 1,
+        max_length=length,
         pad_token_id=0,
         suppress_tokens=sorted(unknown) or None,
     )
     with (
         torch.random.fork_rng(devices=[]),
-        tqdm(total=number, desc="The source writes", unit="row", disable=None) as progress,
+        tqdm(total=len(starts), desc="The source writes", unit="row", disable=None) as progress,
     ):
         torch.manual_seed(seed)
-        firsts = vocabulary[torch.randint(len(vocabulary), (number,))]
-        for drawn in firsts.split(max(1, SAMPLED_AT_ONCE // length)):
-            prompts = torch.cat([torch.tensor(begin, dtype=torch.long).expand(len(drawn), -1), drawn[:, None]], dim=1)
-            prompts = prompts.to(model.device)
-            rows = model.generate(prompts, attention_mask=torch.ones_like(prompts))[:, len(begin) :].tolist()
+        for some in starts.to(model.device).split(max(1, SAMPLED_AT_ONCE // length)):
+            rows = model.generate(some, attention_mask=torch.ones_like(some)).tolist()
             progress.update(len(rows))
             yield from rows
 
