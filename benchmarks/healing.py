@@ -2,7 +2,7 @@
 What heals a model: sinks handed to gates first, gates that start as the identity, or no gates at all. Same rows, loss and rates.
 
     python benchmarks/healing.py --other FILE [--source FOLDER] [--tokens 40960] [--seeds 3] [--test-tokens 32768]
-        [--starts transfer transfer_massive_kept identity none] [--bf16] [--work FOLDER] [--output FILE.json]
+        [--starts transfer transfer_massive_kept identity none] [--chat-share 0.5] [--bf16] [--work FOLDER] [--output FILE.json]
 
 Default source: SmolLM2-135M-Instruct, dequantised from Q4_1, in float32. Text: Python's help pages, whose end is one test; `--other` names a text of
 another kind, which neither the transfer nor the healing sees. Each start is healed once a seed, which decides the windows of the transfer and the rows
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--test-tokens", type=int, default=32768)
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=["transfer", "identity", "none"])
+    parser.add_argument("--chat-share", type=float, default=HealingOptions.chat_share)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("healing-work"))
     parser.add_argument("--output", type=Path, default=Path("healing.json"))
@@ -138,7 +139,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     test_tokens = arguments.test_tokens // LENGTH * LENGTH
     options = HealingOptions(
-        TransferOptions(test_tokens=test_tokens, length=LENGTH), tokens=arguments.tokens, bf16=arguments.bf16
+        TransferOptions(test_tokens=test_tokens, length=LENGTH),
+        tokens=arguments.tokens,
+        chat_share=arguments.chat_share,
+        bf16=arguments.bf16,
     )
     tests, _ = windows_of_tests(source, text, text_name, options.transfer, [arguments.other])
     rows = HealingRows(source, text, options.mixture, options.transfer)
@@ -149,6 +153,7 @@ def main() -> None:
         "other": arguments.other.name,
         "tokens": arguments.tokens,
         "test_tokens": test_tokens,
+        "chat_share": arguments.chat_share,
         "bf16": arguments.bf16,
     }
     work = arguments.work / hashlib.sha256(json.dumps([settings, str(source.resolve())]).encode()).hexdigest()[:8]
