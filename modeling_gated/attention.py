@@ -73,6 +73,7 @@ class GatedAttention(nn.Module):
         self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
         self.use_rope = bool(config.no_rope_layers[layer_idx])
         self.gate_positions = tuple(config.gate_positions) if config.layer_has_gate(layer_idx) else ()
+        self.gates_before_attention = not {"query", "key", "value"}.isdisjoint(self.gate_positions)
 
         query_width = config.num_attention_heads * self.head_dim
         key_value_width = config.num_key_value_heads * self.head_dim
@@ -90,26 +91,34 @@ class GatedAttention(nn.Module):
             setattr(self, GATE_PROJECTIONS[position], gate_projection(config, position))
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.o_bias)
 
+    def gate_logits(self, position: str, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """
+        From the layer's normalised input, `(batch, sequence, hidden_size)`, to the logits of the gate at a position, `(batch, sequence, heads *
+        channels)`; None if this layer has no gate there.
+        """
+        if position not in self.gate_positions:
+            return None
+        if self.step_settings.gate_input_size is not None:
+            hidden_states = hidden_states[..., : self.step_settings.gate_input_size]
+        return getattr(self, GATE_PROJECTIONS[position])(hidden_states)
+
     def gate(
-        self, position: str, states: torch.Tensor, hidden_states: torch.Tensor, scores: dict[str, torch.Tensor]
+        self, position: str, states: torch.Tensor, gate_logits: torch.Tensor | None, scores: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """
-        Gate what is at a position, if this layer has a gate there.
+        Gate what is at a position, if there are logits for it.
 
         Args:
-            position (`str`): One of `config.gate_positions`, or another one, where nothing happens.
+            position (`str`): Where it is.
             states (`torch.Tensor` of shape `(batch, sequence, heads, channels)`): What is gated.
-            hidden_states (`torch.Tensor` of shape `(batch, sequence, hidden_size)`): The layer's normalised input.
+            gate_logits (`torch.Tensor`, *optional*): What [`GatedAttention.gate_logits`] returned.
             scores (`dict[str, torch.Tensor]`): Gets the gate's scores, of shape `(batch, sequence, heads or 1, channels or 1)`.
 
         Returns:
             `torch.Tensor` of the shape of `states`.
         """
-        if position not in self.gate_positions:
+        if gate_logits is None:
             return states
-        if self.step_settings.gate_input_size is not None:
-            hidden_states = hidden_states[..., : self.step_settings.gate_input_size]
-        gate_logits = getattr(self, GATE_PROJECTIONS[position])(hidden_states)
         scores[position] = gate_scores(self.step_settings, gate_logits, states.shape[-2])
         return apply_gate(states, scores[position], self.step_settings.gate_operator)
 
@@ -147,12 +156,17 @@ class GatedAttention(nn.Module):
         input_shape = hidden_states.shape[:-1]  # (batch, sequence)
         scores = {}
 
+        # With the other products of the input: after one that goes through large weights, all that follows comes from memory again, code too.
+        output_gate_logits = self.gate_logits("sdpa_output", hidden_states)
         query_states, key_states = self.project_queries_and_keys(hidden_states)
         value_states = self.v_proj(hidden_states).view(*input_shape, -1, self.head_dim)
+        if self.gates_before_attention:
+            query_states = self.gate("query", query_states, self.gate_logits("query", hidden_states), scores)
+            key_states = self.gate("key", key_states, self.gate_logits("key", hidden_states), scores)
+            value_states = self.gate("value", value_states, self.gate_logits("value", hidden_states), scores)
         # (batch, heads, sequence, head_dim)
-        query_states = self.gate("query", query_states, hidden_states, scores).transpose(1, 2)
-        key_states = self.gate("key", key_states, hidden_states, scores).transpose(1, 2)
-        value_states = self.gate("value", value_states, hidden_states, scores).transpose(1, 2)
+        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
+        value_states = value_states.transpose(1, 2)
 
         query_states, key_states = self.rotate(query_states, key_states, *position_embeddings)
 
@@ -189,11 +203,12 @@ class GatedAttention(nn.Module):
             attn_output = self.sdpa_norm(attn_output)
         elif self.step_settings.sdpa_output_nonlinearity == "silu":
             attn_output = nn.functional.silu(attn_output)
-        attn_output = self.gate("sdpa_output", attn_output, hidden_states, scores)
+        attn_output = self.gate("sdpa_output", attn_output, output_gate_logits, scores)
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()  # (batch, sequence, heads * head_dim)
         attn_output = self.o_proj(attn_output)
         if "dense_output" in self.gate_positions:
-            attn_output = self.gate("dense_output", attn_output.unsqueeze(-2), hidden_states, scores).squeeze(-2)
+            dense_logits = self.gate_logits("dense_output", hidden_states)
+            attn_output = self.gate("dense_output", attn_output.unsqueeze(-2), dense_logits, scores).squeeze(-2)
 
         ordered = tuple(scores[position] for position in self.gate_positions)
         return attn_output, attn_weights, ordered[0] if len(ordered) == 1 else ordered

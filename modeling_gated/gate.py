@@ -153,5 +153,6 @@ def apply_gate(states: torch.Tensor, scores: torch.Tensor, operator: str = "mult
         `torch.Tensor` of the shape and format of `states`, whatever format autocast gave the scores: attention needs queries, keys
         and values in one.
     """
-    scores = scores.to(states.dtype)
+    if scores.dtype != states.dtype:
+        scores = scores.to(states.dtype)
     return states * scores if operator == "multiply" else states + scores

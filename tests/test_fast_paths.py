@@ -12,7 +12,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 
 from gated_attention import GatedAttentionConfig
 from gated_attention.modeling_gated.gate import gate_scores
-from gated_attention.modeling_gated.norm import rms_norm
+from gated_attention.modeling_gated.norm import FEW, rms_norm
 from gated_attention.modeling_gated.rotary import rotate, rotate_together
 
 
@@ -99,16 +99,17 @@ def test_function_transforms_go_through_rotation_and_gate(rotated):
         torch.testing.assert_close(transform(fast)(x), transform(plain)(x))
 
 
+@pytest.mark.parametrize("heads", [3, FEW // 480 + 1], ids=["few", "many"])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["one_format", "float32_weight"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_has_the_bits_of_transformers_with_and_without_gradients(dtype, weight_dtype):
+def test_norm_has_the_bits_of_transformers_with_and_without_gradients(dtype, weight_dtype, heads):
     config = GatedAttentionConfig(rms_norm_eps=1e-5)
     norm, stock = rms_norm(config, 48).to(weight_dtype or dtype), LlamaRMSNorm(48, eps=1e-5).to(weight_dtype or dtype)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, generator=generator)
     for module in (norm, stock):
         module.weight.data.copy_(weight)
-    states = torch.randn(2, 5, 3, 48, generator=generator) * torch.logspace(-8, 4, 5).view(5, 1, 1)
+    states = torch.randn(2, 5, heads, 48, generator=generator) * torch.logspace(-8, 4, 5).view(5, 1, 1)
     states = states.to(dtype).transpose(1, 2)
     states[0, 0, 0] = 0
     before, expected = states.clone(), stock(states)
