@@ -25,6 +25,8 @@ from .tasks import BEGIN, END, PADDING, SPECIAL_TOKENS, TASKS, Filler, TaskRow, 
 
 
 MANIFEST = "corpus.json"
+# Raised when rows, windows or measures become others: what was made before is made anew.
+FORMAT = 2
 TOKENIZER = "tokenizer"
 # Text that the tokenizer is trained on at most, in characters, and text of a source that is used.
 TOKENIZER_CHARACTERS = 8_000_000
@@ -147,19 +149,20 @@ class Corpus:
 
     def test_windows(self, length: int, tokens: int) -> list[list[int]]:
         """
-        Windows of the held-out documents, each beginning with `<|begin|>`, of about `tokens` tokens in all.
+        Windows of the held-out documents, each beginning with `<|begin|>`, of about `tokens` tokens in all, from places that are spread evenly over
+        them.
 
         Raises:
             [`StudyError`]: there are not so many tokens.
         """
-        windows = _rows_of(_read_ids(self.folder / "test.jsonl"), length)
-        found = list(itertools.islice(windows, max(1, tokens // length)))
-        if len(found) < max(1, tokens // length):
+        windows = list(_rows_of(_read_ids(self.folder / "test.jsonl"), length))
+        wanted = max(1, tokens // length)
+        if len(windows) < wanted:
             raise StudyError(
                 f"the corpus holds out {self.manifest['tokens']['test']} tokens, too few for {tokens} in windows of {length}: name more "
                 "sources, or test on less"
             )
-        return found
+        return [windows[number * len(windows) // wanted] for number in range(wanted)]
 
     def test_rows(self, task: str, length: int, number: int) -> list[TaskRow]:
         """Rows of a task with keys of the test among held-out text; the same ones each time."""
@@ -197,6 +200,10 @@ def build_corpus(folder: str | Path, options: CorpusOptions | None = None, progr
     wanted = json.loads(json.dumps(asdict(options)))
     if (folder / MANIFEST).is_file():
         found = Corpus.load(folder)
+        if found.manifest.get("format") != FORMAT:
+            raise StudyError(
+                f"{folder} holds a corpus that another version of gated_attention made: give another folder, or remove it"
+            )
         if found.manifest["options"] != wanted:
             changed = [name for name in wanted if found.manifest["options"].get(name) != wanted[name]]
             raise StudyError(
@@ -218,6 +225,8 @@ def build_corpus(folder: str | Path, options: CorpusOptions | None = None, progr
             "characters": sum(len(document.text) for document in taken),
         }
     for is_test, documents in sides.items():
+        # So that the beginning of a side is of all sources.
+        random.Random(f"{options.seed} {is_test}").shuffle(documents)
         if not documents:
             raise StudyError(
                 f"`corpus.test_share` {options.test_share} leaves no document to {'test on' if is_test else 'train on'}: name more sources"
@@ -233,6 +242,8 @@ def build_corpus(folder: str | Path, options: CorpusOptions | None = None, progr
             bar = tqdm(sides[is_test], desc=f"Documents, {name}", unit="document", disable=disable)
             counts[name] = _write_ids(staged / f"{name}.jsonl", (tokenizer(one.text)["input_ids"] for one in bar))
         filler = _filler(staged / "train.jsonl")
+        for task, length in itertools.product(options.tasks, options.lengths):
+            TASKS[task](tokenizer)(length, filler, True, random.Random(0))  # that there is room for it is known now
         for length in options.lengths:
             rows = _rows_of(_read_ids(staged / "train.jsonl"), length)
             counts[f"text-{length}"] = _write_ids(staged / f"text-{length}.jsonl", rows)
@@ -242,6 +253,7 @@ def build_corpus(folder: str | Path, options: CorpusOptions | None = None, progr
                 rows = (make(length, filler, False, draws).input_ids for _ in bar)
                 counts[f"{task}-{length}"] = _write_ids(staged / f"{task}-{length}.jsonl", rows)
         manifest = {
+            "format": FORMAT,
             "options": wanted,
             "sources": sources,
             "tokens": counts,
@@ -270,6 +282,11 @@ def _documents_of(source: str, options: CorpusOptions) -> tuple[list[Document], 
         if characters + len(document.text) <= options.characters:
             taken.append(document)
             characters += len(document.text)
+    if not taken:
+        raise StudyError(
+            f"`corpus.characters` must hold a document of {source}, the shortest of which has {min(len(one.text) for one in found)} characters; got "
+            f"{options.characters}"
+        )
     return taken, licence
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from .._version import package_versions
 from ..conversion.errors import NothingToTransferError
 from ..conversion.sink_transfer import transfer_sinks
 from ..conversion.staging import staged_folder
@@ -27,6 +28,8 @@ from .training import device_of, train_once
 
 STAGES = {"plain": "as trained", "yarn": "YaRN", "tuned": "YaRN, tuned"}
 TRANSFERRED = "sink transfer of {}"
+# Name of the folder with a model as a sink transfer takes it.
+LLAMA = "llama"
 # Positions whose losses are averaged for a point of a curve.
 POSITIONS_A_POINT = 32
 
@@ -89,6 +92,7 @@ def finish_stage(stage: Stage, corpus: Corpus, base: dict[str, Any], trained: Pa
         "stage": stage.stage,
         "diverged": False,
         "lengths": None,
+        "versions": package_versions(),
     }
     if base["diverged"]:
         return result | {"diverged": True, "reason": f"its training diverged at step {base['steps']}"}
@@ -98,7 +102,8 @@ def finish_stage(stage: Stage, corpus: Corpus, base: dict[str, Any], trained: Pa
             return result | {"diverged": True, "reason": "the training at the greatest length diverged"}
         lengths = measured(model, corpus, stage)
     except NothingToTransferError as error:
-        return result | {"reason": f"no sink to transfer: {error}"}
+        # The error names the folder that it looked at.
+        return result | {"reason": f"no sink to transfer: {error}".replace(str(folder / LLAMA), "the model")}
     except InspectionError as error:
         return result | {"diverged": True, "reason": f"it cannot be measured: {error}"}
     first = lengths[str(stage.options.lengths[0])]
@@ -113,7 +118,7 @@ def _model_at(stage: Stage, corpus: Corpus, trained: Path, folder: Path) -> Path
     source = trained
     if stage.transferred:
         source = folder / "transferred"
-        transferred(trained, source, folder / "llama", corpus, options, device_of(content))
+        transferred(trained, source, folder / LLAMA, corpus, options, device_of(content))
     if stage.stage == "plain":
         return source
     # The model that was trained lies in a folder named by its key.

@@ -11,6 +11,10 @@ from .plan import ExtensionOptions, Study, TableOptions
 from .results import grouped
 
 
+# Between values so many times apart an axis is logarithmic.
+WIDE = 5
+
+
 def draw_study(
     study: Study, found: dict[str, list[dict[str, Any]]], longer: dict[str, list[dict[str, Any]]], folder: Path
 ) -> dict[str, dict[str, str]]:
@@ -37,10 +41,10 @@ def draw_study(
         elif results:
             wanted.append(("perplexity", "perplexity", _perplexities, results))
             wanted.append(("layers", "attention on the first token and largest activation by layer", _layers, results))
-            if any(result["gate_mean"] is not None for result in results):
+            if any(layer["gate_histogram"] for result in results for layer in result["layers"]):
                 wanted.append(("gates", "gate scores", _gates, results))
-        if any(result["loss"] for result in results):
-            wanted.append(("loss", "loss over training", _losses, results))
+        if any(result["loss"] for result in found[table.title]):
+            wanted.append(("loss", "loss over training", _losses, found[table.title]))
         for name, what, draw, of in wanted:
             save(draw(table, of), table.title, f"{number}-{name}", what)
     for number, extension in enumerate(study.extensions, start=1):
@@ -113,18 +117,22 @@ def _losses(table: TableOptions, results: list[dict[str, Any]]):
     figure, axis = load_pyplot().subplots(figsize=(8, 4.5), layout="constrained")
     several_rates = len(table.learning_rates or ()) > 1
     names = list(dict.fromkeys(result["name"] for result in results))
+    rates = list(dict.fromkeys(result["learning_rate"] for result in results))
+    labelled = set()
     for result in results:
-        first = result["seed"] == table.seeds[0]
+        if not result["loss"]:
+            continue
         label = result["name"] + (f", {result['learning_rate']:g}" if several_rates else "")
-        steps, values = zip(*result["loss"], strict=True) if result["loss"] else ((), ())
-        axis.plot(
-            steps,
-            values,
-            linewidth=0.9,
-            alpha=0.8,
-            label=label if first else None,
-            **look(names.index(result["name"])),
-        )
+        style = look(names.index(result["name"]))
+        if several_rates:  # a variant keeps its colour, a learning rate its line
+            style |= {"linestyle": look(rates.index(result["learning_rate"]))["linestyle"]}
+        steps, values = zip(*result["loss"], strict=True)
+        axis.plot(steps, values, linewidth=0.9, alpha=0.8, label=None if label in labelled else label, **style)
+        labelled.add(label)
+        if result["diverged"]:
+            axis.plot(steps[-1], values[-1], "x", color=style["color"], markersize=8)
+    if any(result["diverged"] and result["loss"] for result in results):
+        axis.plot([], [], "x", color="black", label="diverged")
     axis.set(title="training loss", xlabel="step", ylabel="loss")
     axis.grid(alpha=0.3)
     _legend_below(figure, axis)
@@ -142,16 +150,25 @@ def _stability(table: TableOptions, results: list[dict[str, Any]]):
         ]
         known = [(rate, values) for rate, values in known if values]
         left.plot([rate for rate, _ in known], [statistics.mean(values) for _, values in known], label=name, **style)
-        spikes = [statistics.mean(one["spikes"] or 0 for one in of if one["learning_rate"] == rate) for rate in rates]
-        right.plot(rates, spikes, **style)
+        counted = [
+            (rate, [one["spikes"] for one in of if one["learning_rate"] == rate and one["spikes"] is not None])
+            for rate in rates
+        ]
+        counted = [(rate, statistics.mean(values)) for rate, values in counted if values]
+        right.plot([rate for rate, _ in counted], [mean for _, mean in counted], **style)
         for rate in rates:
             if count := sum(one["diverged"] for one in of if one["learning_rate"] == rate):
                 right.annotate(f"{name}: {count} diverged", (rate, 0), rotation=90, fontsize="x-small", va="bottom")
     right.set(title="loss spikes a run", xscale="log", xlabel="learning rate", ylim=(0, None))
     left.set(title="perplexity of the runs that did not diverge", xlabel="learning rate", xlim=right.get_xlim())
     left.set_xscale(right.get_xscale())
-    if any(len(line.get_ydata()) for line in left.lines):
+    perplexities = [value for line in left.lines for value in line.get_ydata()]
+    if perplexities and max(perplexities) > WIDE * min(perplexities):
         left.set_yscale("log")
+    every_rate = sorted({result["learning_rate"] for result in results})
+    for axis in (left, right):
+        axis.set_xticks(every_rate, [f"{rate:g}" for rate in every_rate])
+        axis.set_xticks([], minor=True)
     for axis in (left, right):
         axis.grid(alpha=0.3)
     _legend_below(figure, left)

@@ -16,7 +16,7 @@ from ..configuration import GATE_VARIANTS, GatedAttentionConfig
 from ..modeling_gated import GatedAttentionForCausalLM
 from ..training import RecipeError, make_recipe
 from ..training.recipe import built, numbers_in, read_yaml
-from .corpus import Corpus, CorpusOptions
+from .corpus import FORMAT, Corpus, CorpusOptions
 from .errors import StudyError
 from .figures_of_paper import FIGURES
 
@@ -42,6 +42,11 @@ def _check_own_keys(where: str, content: dict[str, Any], refused: tuple[str, ...
     for key in refused:
         if key in content:
             raise StudyError(f"`{where}.{key}` must be left out: the study sets it")
+
+
+def _check_seeds(title: str, seeds: list[int]) -> None:
+    if len(set(seeds)) < len(seeds):
+        raise StudyError(f"`seeds` of {title!r} must be different ones, got {seeds}")
 
 
 def _check_names(title: str, runs: list["RunOptions"]) -> None:
@@ -111,6 +116,7 @@ class TableOptions:
                     f"`measures` of the table {self.title!r} has {measure!r}; there are {', '.join(MEASURES)}, accuracy"
                 )
         _check_names(self.title, self.runs)
+        _check_seeds(self.title, self.seeds)
         if self.paper is not None and self.paper not in FIGURES:
             raise StudyError(f"`paper` must be one of {', '.join(FIGURES)}; got {self.paper!r}")
 
@@ -145,6 +151,7 @@ class ExtensionOptions:
             if not getattr(self, name):
                 raise StudyError(f"`{name}` of the extension {self.title!r} must not be empty")
         _check_names(self.title, self.runs)
+        _check_seeds(self.title, self.seeds)
         _check_own_keys("tune", self.tune, (*_OWN_KEYS, "new_model", "length"))
         if len(self.lengths) < 2 or sorted(set(self.lengths)) != self.lengths:
             raise StudyError(f"`lengths` must hold two or more, the shortest first, got {self.lengths}")
@@ -260,7 +267,7 @@ class Run:
         for name in ("tokenizer", "output_dir"):
             content.pop(name)
         content["data"] = [[Path(source["path"]).name, source["weight"]] for source in content["data"]]
-        content |= {"corpus": corpus.manifest["sha256"], "tests": asdict(self.study.tests)}
+        content |= {"corpus": corpus.manifest["sha256"], "tests": asdict(self.study.tests), "format": FORMAT}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def _model(self, fields: dict[str, Any], corpus: Corpus) -> dict[str, Any]:
@@ -299,6 +306,10 @@ def narrower(fields: dict[str, Any]) -> int:
     allowed = parameters_of(fields | {"variant": "baseline"})
     taken = parameters_of(fields)
     a_channel = taken - parameters_of(fields | {"intermediate_size": width - 1})
+    if a_channel <= 0:
+        raise StudyError(
+            "`equal_parameters` needs dense layers, whose MLPs `intermediate_size` makes narrower: leave it out with experts in every layer"
+        )
     less = -(-max(0, taken - allowed) // a_channel)
     if less >= width:
         raise StudyError(

@@ -6,7 +6,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from .._version import package_versions
 from .corpus import Corpus
 from .extension import STAGES
 from .figures import draw_study
@@ -49,16 +48,33 @@ def write_study_report(
         parts += [note for note in (_void_extension(one, results), _missing(results)) if note]
         parts.append(PAPER_LENGTHS)
         parts += [f"![{one.title}: {what}]({name})" for name, what in drawn.get(one.title, {}).items()]
-    versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
-    parts.append(f"Versions: {versions}.")
-    (folder / REPORT_FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    versions = versions_of([result for results in (found | longer).values() for result in results])
+    described = " or ".join(", ".join(f"{name} {version}" for name, version in one.items()) for one in versions)
+    parts.append(f"Versions: {described}.")
+    _write(folder / REPORT_FILE, "\n\n".join(parts))
     content = {
         "study": study.name,
         "corpus": corpus.manifest,
-        "versions": package_versions(),
+        "versions": versions,
         "tables": found | longer,
     }
-    (folder / RESULTS_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    _write(folder / RESULTS_FILE, json.dumps(content, indent=1))
+
+
+def versions_of(results: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """With which versions of which packages runs were made, each once."""
+    found: list[dict[str, str]] = []
+    for result in results:
+        if result["versions"] not in found:
+            found.append(result["versions"])
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    """As a whole or not at all."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _corpus_line(study: Study, corpus: Corpus) -> str:

@@ -4,12 +4,13 @@ import gc
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..training import RecipeError
 from .corpus import Corpus, build_corpus
 from .errors import StudyError
 from .extension import STAGES, Stage, finish_stage, stages_of
+from .gates import gates_of
 from .plan import Run, Study
 from .report import write_study_report
 from .results import ResultsTable
@@ -65,7 +67,7 @@ def run_study(
     """
     if jobs < 1:
         raise StudyError(f"`jobs` must be 1 or more, got {jobs}")
-    folder = Path(folder)
+    folder = Path(folder).resolve()  # a training that is gone on with must find its rows under the same name
     check_plots()
     with exclusive(folder / "study"), _without_bars_of_datasets():
         corpus = build_corpus(folder / "corpus", study.corpus)
@@ -89,7 +91,7 @@ def run_study(
         missing = [unit for unit in missing if unit]
         total, left = len(runs) + len(stages), sum(map(len, missing))
         echo(f"{study.name}: {total} runs, {total - left} of them finished before")
-        lines = _finished(missing, corpus, folder, min(jobs, len(missing)))
+        lines = _finished(missing, corpus, folder, min(jobs, len(missing)), echo)
         for number, line in enumerate(tqdm(lines, total=left, desc="Runs", unit="run", disable=None), start=1):
             echo(f"{number} of {left}: {line}")
         found = {
@@ -97,7 +99,8 @@ def run_study(
             for one in study.tables
         }
         longer = {
-            title: [table.find(key) for key, _ in of_extension] for title, of_extension in keys_of_stages.items()
+            title: [table.find(key) | {"name": stage.name} for key, stage in of_extension]
+            for title, of_extension in keys_of_stages.items()
         }
         write_study_report(study, corpus, found, longer, folder)
     echo(f"the tables are in {folder / 'report.md'}")
@@ -112,26 +115,48 @@ def usual_jobs(study: Study) -> int:
     return min(cores, MOST_JOBS)
 
 
-def _finished(units: list[Unit], corpus: Corpus, folder: Path, jobs: int) -> Iterator[str]:
+def _finished(
+    units: list[Unit], corpus: Corpus, folder: Path, jobs: int, echo: Callable[[str], None]
+) -> Iterator[str]:
     """Train and measure; gives a line about each run that is done."""
     if jobs <= 1:
         for unit in units:
             yield from _finish(unit, corpus, folder)
         return
     threads = max(1, torch.get_num_threads() // jobs)
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare_process, initargs=(threads,))
+    waiting, running = iter(units), set()
     try:
-        for future in as_completed([pool.submit(_finish_elsewhere, unit, folder) for unit in units]):
-            lines, error = future.result()
-            yield from lines
-            if error is not None:
-                raise StudyError(error)
+        while True:
+            # One for each process and none ahead: what is handed over is begun, even if the study is stopped in the meantime.
+            for unit in itertools.islice(waiting, jobs - len(running)):
+                running.add(pool.submit(_finish_elsewhere, unit, folder))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for lines, error in (future.result() for future in done):
+                yield from lines
+                if error is not None:
+                    if running:
+                        echo(f"stopping, when what runs now is done: {error}")
+                    raise StudyError(error)
     except BrokenProcessPool as error:
         raise StudyError(
             "a process of the study was killed, perhaps for want of memory: the same command goes on, `--jobs 1` needs the least"
         ) from error
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown()
+
+
+def _prepare_process(threads: int) -> None:
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """If the study is killed, its processes must not go on: the same command would train in the same folders beside them."""
+    parent_process().join()
+    os._exit(1)
 
 
 def _finish_elsewhere(unit: Unit, folder: Path) -> tuple[list[str], str | None]:
@@ -154,6 +179,10 @@ def _finish(unit: Unit, corpus: Corpus, folder: Path) -> Iterator[str]:
             result = finish_run(one, corpus, folder_of_models)
         else:
             trained = one.run.key(corpus)
+            if not (models / trained).is_dir() and not table.find(trained)["diverged"]:
+                raise StudyError(
+                    f"{models / trained} is gone, the model that {one.name}, seed {one.run.seed}, is made of: put it back, or take another FOLDER"
+                )
             folder_of_models = models / one.settings_key(corpus)
             result = finish_stage(one, corpus, table.find(trained), models / trained, folder_of_models)
         table.add(key, result)
@@ -201,12 +230,21 @@ def finish_run(run: Run, corpus: Corpus, folder: Path) -> dict[str, Any]:
     if not outcome.diverged:
         try:
             found = _measured(run, corpus, folder, content)
-            json.dumps(found, allow_nan=False)
-        except (InspectionError, ValueError):  # the last step may have broken the weights, which no loss shows
+        except InspectionError:  # the last step may have broken the weights, which no loss shows
+            found = None
+        if found is None or not _is_finite(found):
             result["diverged"] = True
         else:
             result |= found
     return result | {"seconds": round(time.perf_counter() - started, 1), "versions": package_versions()}
+
+
+def _is_finite(found: dict[str, Any]) -> bool:
+    try:
+        json.dumps(found, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _spikes(folder: Path) -> int:
@@ -223,20 +261,23 @@ def _measured(run: Run, corpus: Corpus, folder: Path, content: dict[str, Any]) -
     windows = corpus.test_windows(length, tests.tokens)
     batches = ({"input_ids": torch.tensor(windows[start : start + 8])} for start in range(0, len(windows), 8))
     inspection = inspect_model(model, batches, ranks=False, bos=True, text="held-out documents")
-    kept = ("perplexity", "f_attn", "largest_key_share", "sink_rate", "m_act", "largest_activation", "gate_mean")
+    kept = ("perplexity", "f_attn", "largest_key_share", "sink_rate", "m_act", "largest_activation")
     summary = inspection.summary()
     found = {name: summary[name] for name in kept}
     found["parameters"] = model.num_parameters()
     found["accuracy"] = corpus.accuracies(model, length, tests.answers)
+    gates = gates_of(model, inspection, windows)
+    known = [gate.mean for gate in gates if gate is not None]
+    found["gate_mean"] = _mean(known)
     found["layers"] = [
         {
             "f_attn": _mean(layer.f_attn),
             "largest_activation": layer.top_activations[0].value,
-            "gate_mean": None if layer.gate is None else _mean(layer.gate.mean),
-            "gate_histogram": None if layer.gate is None else layer.gate.histogram,
-            "gate_histogram_end": None if layer.gate is None else layer.gate.histogram_end,
+            "gate_mean": None if gate is None else gate.mean,
+            "gate_histogram": None if gate is None else gate.histogram,
+            "gate_histogram_end": None if gate is None else gate.histogram_end,
         }
-        for layer in inspection.layers
+        for layer, gate in zip(inspection.layers, gates, strict=True)
     ]
     del model
     gc.collect()

@@ -17,7 +17,7 @@ class Outcome:
     """
     Attributes:
         steps: Steps that were made, or the one at which the loss was no number.
-        history: What Trainer logged; of a training that diverged nothing.
+        history: What Trainer logged.
         diverged: Whether the loss was no number.
     """
 
@@ -39,7 +39,7 @@ def train_once(content: dict[str, Any]) -> Outcome:
     try:
         found = train(make_recipe(content | {"resume_from_checkpoint": "auto"}), echo=lambda line: None, logs=False)
     except DivergedError as error:
-        return Outcome(error.step, [], diverged=True)
+        return Outcome(error.step, error.history, diverged=True)
     return Outcome(found.steps, found.history, diverged=False)
 
 

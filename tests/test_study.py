@@ -1,18 +1,25 @@
 """A study of small models: its corpus and tasks, its runs, and what it writes."""
 
 import contextlib
+import copy
 import itertools
 import json
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from conftest import tiny_gated
+from conftest import tiny_gated, tiny_input_ids
 from transformers import AutoModelForCausalLM
 
+from gated_attention import inspect_model
+from gated_attention.configuration import GATE_VARIANTS
 from gated_attention.study import (
     TASKS,
     CorpusOptions,
@@ -26,6 +33,7 @@ from gated_attention.study import (
     task_accuracy,
 )
 from gated_attention.study.corpus import Document, without_shared_passages
+from gated_attention.study.gates import gates_of
 from gated_attention.study.plan import narrower, parameters_of
 from gated_attention.study.report import spread
 from gated_attention.study.tasks import is_test_key
@@ -61,6 +69,10 @@ TABLES = [{"title": "One", "runs": [{"variant": "baseline"}]}]
 
 
 def study(**changes):
+    return make_study(study_content(**changes))
+
+
+def study_content(**changes):
     content = {
         "name": "tiny",
         "about": "A trial.",
@@ -96,7 +108,7 @@ def study(**changes):
             {"title": "Second", "runs": [{"variant": "baseline"}]},
         ],
     }
-    return make_study({**content, **changes})
+    return copy.deepcopy({**content, **changes})
 
 
 def test_rows_begin_alike_and_have_their_length(corpus):
@@ -106,6 +118,10 @@ def test_rows_begin_alike_and_have_their_length(corpus):
         assert rows and all(len(row) == 128 and row[0] == begin for row in rows), name
     windows = corpus.test_windows(128, 512)
     assert len(windows) == 4 and all(len(row) == 128 and row[0] == begin for row in windows)
+    # From all of the held-out text, not from its beginning.
+    held_out = " ".join(str(token) for row in rows_of(corpus, "test") for token in row[1:])
+    places = [held_out.index(" ".join(map(str, window[1:9]))) / len(held_out) for window in windows]
+    assert places == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.03)
 
 
 def test_held_out_documents_are_not_trained_on(corpus):
@@ -254,10 +270,19 @@ def test_own_texts_are_a_source(tmp_path):
         ({"test_share": 0.0}, "between 0 and 1"),
         ({"sources": ["help"], "test_share": 1e-9}, "no document to test on"),
         ({"sources": ["help"], "lengths": [64]}, "`length` must be at least"),
+        # Of which rows to train on can be made, and rows to test on cannot.
+        (
+            {"sources": ["help"], "lengths": [128, 64], "tasks": {"recall": 0.2}},
+            "at least 97 for the task recall, got 64",
+        ),
+        ({"sources": ["SELF"], "characters": 100_000}, "`corpus.characters` must hold a document of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_corpus_that_cannot_be(tmp_path, options, message):
+    if options.get("sources") == ["SELF"]:
+        (tmp_path / "long.txt").write_text("A long text. " * 10_000)
+        options = {**options, "sources": [str(tmp_path / "long.txt")]}
     with pytest.raises(StudyError, match=message):
         build_corpus(
             tmp_path / "corpus", CorpusOptions(**{"task_rows": 5, "vocab_size": 600, **options}), progress=False
@@ -271,6 +296,9 @@ def test_equal_parameters():
     width = narrower(fields)
     assert parameters_of({**fields, "intermediate_size": width}) <= allowed
     assert parameters_of({**fields, "intermediate_size": width + 1}) > allowed
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    with pytest.raises(StudyError, match="`equal_parameters` needs dense layers"):
+        narrower({**fields, **experts})
 
 
 @pytest.fixture(scope="module")
@@ -324,30 +352,66 @@ def test_several_processes_find_what_one_finds(tmp_path):
     alone = run_study(wanted, tmp_path / "1")
     said = []
     together = run_study(wanted, tmp_path / "2", echo=said.append, jobs=2)
-    for one, other in zip(alone["Longer"], together["Longer"], strict=True):
-        # A model that has no sink to transfer is named by its folder.
-        assert other == json.loads(json.dumps(one).replace(f"{tmp_path}/1/", f"{tmp_path}/2/"))
+    assert together == alone
     number = 2 + len(alone["Longer"])  # the two trainings
     assert [line.split(":")[0] for line in said[1:-1]] == [f"{one} of {number}" for one in range(1, number + 1)]
 
 
 def test_what_fails_in_a_process_of_its_own_is_said_as_usual(tmp_path):
-    lines = [{"variant": "baseline"}, {"variant": "g1_headwise"}]
-    wanted = study(tables=[{"title": "One", "runs": lines}])
+    variants = ["baseline", "g1_headwise", "g1_elementwise", "g1_head_shared"]
+    wanted = study(tables=[{"title": "One", "runs": [{"variant": variant} for variant in variants]}])
     corpus = build_corpus(tmp_path / "corpus", wanted.corpus, progress=False)
-    blocked, other = (run.key(corpus) for run in wanted.runs(wanted.tables[0]))
+    blocked, other, *later = (run.key(corpus) for run in wanted.runs(wanted.tables[0]))
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / blocked).write_text("in the way")
     with pytest.raises(StudyError, match=blocked):
         run_study(wanted, tmp_path, jobs=2)
+    # What was begun is finished, and nothing else is begun.
+    assert (tmp_path / "models" / other).is_dir()
+    assert not any((tmp_path / "models" / key).exists() for key in later)
     (tmp_path / "models" / blocked).unlink()
     found = run_study(wanted, tmp_path, jobs=2)["One"]
-    assert [run["variant"] for run in found] == ["baseline", "g1_headwise"]
-    assert (tmp_path / "models" / other).is_dir()
+    assert [run["variant"] for run in found] == variants
+
+
+IN_PROCESSES = """
+import sys
+from gated_attention.study import load_study, run_study
+
+if __name__ == "__main__":
+    run_study(load_study(sys.argv[1]), sys.argv[2], jobs=2)
+"""
+
+
+def test_processes_end_with_the_study(tmp_path):
+    """Killed, it must not leave trainings behind that its successor would meet in the same folders."""
+    script, plan, folder = tmp_path / "script.py", tmp_path / "study.yaml", tmp_path / "folder"
+    script.write_text(IN_PROCESSES)
+    # Longer than the test waits.
+    content = study_content(tables=[{"title": "One", "seeds": [0, 1], "runs": [{"variant": "baseline"}]}])
+    content["recipe"]["max_steps"] = 100_000
+    plan.write_text(json.dumps(content))
+    study_process = subprocess.Popen([sys.executable, script, plan, folder], stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(list(folder.glob("models/*/checkpoint-*"))) >= 2)
+        processes = psutil.Process(study_process.pid).children(recursive=True)
+        assert len([one for one in processes if "spawn_main" in " ".join(one.cmdline())]) == 2
+    finally:
+        study_process.kill()
+        study_process.wait()
+    _, left = psutil.wait_procs(processes, timeout=60)
+    assert not left
+
+
+def wait_for(reached, seconds: float = 240) -> None:
+    ended = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < ended
+        time.sleep(0.2)
 
 
 def test_stopped_study_goes_on_from_the_checkpoint(finished, tmp_path, monkeypatch):
-    """Killed in the middle of a training; the results are those of a study that was not."""
+    """Killed in the middle of a training; the results are those of a study that was not, however its folder is written."""
     _, found, _ = finished
     from transformers import Trainer
 
@@ -362,7 +426,8 @@ def test_stopped_study_goes_on_from_the_checkpoint(finished, tmp_path, monkeypat
     monkeypatch.setattr(Trainer, "training_step", training_step)
     with pytest.raises(KeyboardInterrupt):
         run_study(study(), tmp_path)
-    again = run_study(study(), tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    again = run_study(study(), tmp_path.name)
     assert steps[4] == 2  # of the first run, from its checkpoint on
     for title, results in found.items():
         for before, now in zip(results, again[title], strict=True):
@@ -370,7 +435,7 @@ def test_stopped_study_goes_on_from_the_checkpoint(finished, tmp_path, monkeypat
 
 
 def diverging(recipe, **options):
-    raise DivergedError("the loss is nan", step=3)
+    raise DivergedError("the loss is nan", step=3, history=[{"step": 1, "loss": 7.0}, {"step": 2, "loss": 9.0}])
 
 
 def test_run_that_diverges_is_a_row(tmp_path, monkeypatch):
@@ -393,6 +458,8 @@ def test_run_that_diverges_is_a_row(tmp_path, monkeypatch):
     # Nobody looked for spikes.
     assert "| baseline | 0.1 | - | - | 100% |" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "figures" / "1-stability.png").is_file()
+    # How it came to that is drawn.
+    assert found["Rates"][0]["loss"] == [[1, 7.0], [2, 9.0]] and (tmp_path / "figures" / "1-loss.png").is_file()
 
 
 def lengths(**changes):
@@ -481,6 +548,69 @@ def test_weights_that_the_last_step_broke_are_a_divergence(tmp_path, monkeypatch
     monkeypatch.setattr("gated_attention.study.training.train", broken)
     found = run_study(study(tables=[{"title": "One", "runs": [{"variant": "baseline"}]}]), tmp_path)
     assert [(one["diverged"], one["steps"], "perplexity" in one) for one in found["One"]] == [(True, 4, False)]
+
+
+def test_an_error_is_no_divergence(tmp_path, monkeypatch):
+    """It is said, and tried again the next time."""
+
+    def failing(*_, **__):
+        raise ValueError("something else")
+
+    wanted = study(tables=TABLES)
+    with monkeypatch.context() as patch:
+        patch.setattr("gated_attention.study.run.inspect_model", failing)
+        with pytest.raises(ValueError, match="something else"):
+            run_study(wanted, tmp_path)
+    assert not run_study(wanted, tmp_path)["One"][0]["diverged"]
+
+
+@pytest.mark.parametrize("kind", ["tables", "extensions"])
+def test_a_line_has_the_label_of_today(finished, lengthened, kind, tmp_path, monkeypatch):
+    """Rows are kept under what decides their figures, and a label does not."""
+    folder, changed = tmp_path / "folder", {"variant": "g1_headwise", "label": "mine"}
+    if kind == "tables":
+        shutil.copytree(finished[0], folder)
+        changed["variant"] = "baseline"
+        wanted, title = study(tables=[{"title": "One", "runs": [changed]}]), "One"
+    else:
+        shutil.copytree(lengthened[0], folder)
+        wanted, title = lengths(runs=[changed]), "Longer"
+    monkeypatch.setattr("gated_attention.study.training.train", lambda *_, **__: pytest.fail("trained again"))
+    assert {one["name"] for one in run_study(wanted, folder)[title]} == {"mine"}
+    assert "| mine |" in (folder / "report.md").read_text()
+
+
+def test_a_model_that_was_removed_is_named(lengthened, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(lengthened[0], folder)
+    shutil.rmtree(folder / "models")
+    with pytest.raises(StudyError, match="is gone, the model that g1_headwise, seed 0, is made of: put it back"):
+        run_study(lengths(runs=[{"variant": "g1_headwise"}], factor=3.0), folder)
+
+
+@pytest.mark.parametrize(
+    "variant", ["g1_elementwise", "g2_elementwise", "g5_elementwise", "g2_headwise", "g1_additive_silu", "baseline"]
+)
+def test_gate_scores_are_those_of_the_gate(variant):
+    """Wherever it is; with a histogram where all scores lie in it."""
+    model = tiny_gated(**GATE_VARIANTS[variant].fields)
+    windows = [row.tolist() for row in tiny_input_ids(batch=3)]
+    inspection = inspect_model(model, [{"input_ids": torch.tensor(windows)}], ranks=False)
+    gates = gates_of(model, inspection, windows)
+    if variant == "baseline":
+        assert gates == [None] * len(model.model.layers)
+        return
+    with torch.no_grad():
+        scores = model(torch.tensor(windows), output_gate_scores=True).gate_scores
+    for gate, expected in zip(gates, scores, strict=True):
+        assert gate.mean == pytest.approx(expected.double().mean().item(), rel=1e-5)
+        if variant == "g1_additive_silu":
+            assert gate.histogram is None
+            continue
+        assert sum(gate.histogram) == pytest.approx(1)
+        bins, end = len(gate.histogram), gate.histogram_end
+        low = sum((expected < end * 20 / bins).flatten().tolist()) / expected.numel()
+        assert sum(gate.histogram[:20]) == pytest.approx(low, abs=1e-4)
 
 
 @pytest.mark.parametrize("place", ["measured", "with_yarn", "copy_tokenizer"])
@@ -580,8 +710,9 @@ def test_spread(values, expected):
         ({"transfer_tokens": 1000}, "must hold 8 windows of 128 tokens"),
         ({"runs": []}, "`runs` of the extension 'Longer' must not be empty"),
         ({"tune": {"max_steps": 2, "length": 64}}, "`tune.length` must be left out"),
+        ({"seeds": [1, 1]}, "`seeds` of 'Longer' must be different ones"),
     ],
-    ids=["order", "first", "rows", "factor", "steps", "windows", "runs", "length"],
+    ids=["order", "first", "rows", "factor", "steps", "windows", "runs", "length", "seeds"],
 )
 def test_extension_that_cannot_be(changes, message):
     with pytest.raises(StudyError, match=message):

@@ -11,8 +11,10 @@ class DivergedError(RecipeError):
 
     Attributes:
         step: The step at which it was found, counted from 1.
+        history: What Trainer logged before.
     """
 
-    def __init__(self, message: str, step: int):
+    def __init__(self, message: str, step: int, history: list[dict] | None = None):
         super().__init__(message)
         self.step = step
+        self.history = history or []

@@ -98,6 +98,7 @@ class GroupedTraining:
                 + (f"The last good checkpoint is {kept}" if kept else "No checkpoint was saved before")
                 + "; try a lower `learning_rate`, a longer warm-up, or a smaller `max_grad_norm`",
                 step=self.state.global_step + 1,
+                history=self.state.log_history,
             )
         # Before gradients are clipped: those of parameters that wait must not count.
         # Of the model itself: what wraps it for several processes gives its parameters other names.
