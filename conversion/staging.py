@@ -1,10 +1,11 @@
-"""A folder that appears under its name only when it is complete."""
+"""Folders and files that appear under their names only when they are complete."""
 
 import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from filelock import FileLock, Timeout
 
@@ -73,6 +74,15 @@ def exclusive(target: Path) -> Iterator[None]:
         for folder in made:
             with suppress(OSError):  # it is the target's home now
                 folder.rmdir()
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """A text file to write, which gets its name when the block is done; what was there before stays until then."""
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        yield file
+    unfinished.replace(path)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ trained on it; and rows of the tasks. Nothing is downloaded.
 """
 
 import hashlib
-import itertools
 import json
 import random
 import sys
@@ -242,13 +241,12 @@ def build_corpus(folder: str | Path, options: CorpusOptions | None = None, progr
             bar = tqdm(sides[is_test], desc=f"Documents, {name}", unit="document", disable=disable)
             counts[name] = _write_ids(staged / f"{name}.jsonl", (tokenizer(one.text)["input_ids"] for one in bar))
         filler = _filler(staged / "train.jsonl")
-        for task, length in itertools.product(options.tasks, options.lengths):
-            TASKS[task](tokenizer)(length, filler, True, random.Random(0))  # that there is room for it is known now
         for length in options.lengths:
             rows = _rows_of(_read_ids(staged / "train.jsonl"), length)
             counts[f"text-{length}"] = _write_ids(staged / f"text-{length}.jsonl", rows)
             for task in options.tasks:
                 make, draws = TASKS[task](tokenizer), random.Random(f"{options.seed} {task} {length} train")
+                make(length, filler, True, random.Random(0))  # that a row of the test has room is known now
                 bar = tqdm(range(options.task_rows), desc=f"Rows, {task}", unit="row", disable=disable)
                 rows = (make(length, filler, False, draws).input_ids for _ in bar)
                 counts[f"{task}-{length}"] = _write_ids(staged / f"{task}-{length}.jsonl", rows)

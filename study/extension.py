@@ -96,6 +96,10 @@ def finish_stage(stage: Stage, corpus: Corpus, base: dict[str, Any], trained: Pa
     }
     if base["diverged"]:
         return result | {"diverged": True, "reason": f"its training diverged at step {base['steps']}"}
+    if not trained.is_dir():
+        raise StudyError(
+            f"{trained} is gone, the model that {stage.name}, seed {stage.run.seed}, is made of: put it back, or take another FOLDER"
+        )
     try:
         model = _model_at(stage, corpus, trained, folder)
         if model is None:

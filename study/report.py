@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from ..conversion.staging import whole_file
 from .corpus import Corpus
 from .extension import STAGES
 from .figures import draw_study
@@ -51,14 +52,16 @@ def write_study_report(
     versions = versions_of([result for results in (found | longer).values() for result in results])
     described = " or ".join(", ".join(f"{name} {version}" for name, version in one.items()) for one in versions)
     parts.append(f"Versions: {described}.")
-    _write(folder / REPORT_FILE, "\n\n".join(parts))
+    with whole_file(folder / REPORT_FILE) as file:
+        file.write("\n\n".join(parts) + "\n")
     content = {
         "study": study.name,
         "corpus": corpus.manifest,
         "versions": versions,
         "tables": found | longer,
     }
-    _write(folder / RESULTS_FILE, json.dumps(content, indent=1))
+    with whole_file(folder / RESULTS_FILE) as file:
+        file.write(json.dumps(content, indent=1) + "\n")
 
 
 def versions_of(results: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -68,13 +71,6 @@ def versions_of(results: list[dict[str, Any]]) -> list[dict[str, str]]:
         if result["versions"] not in found:
             found.append(result["versions"])
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    """As a whole or not at all."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _corpus_line(study: Study, corpus: Corpus) -> str:

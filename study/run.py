@@ -179,10 +179,6 @@ def _finish(unit: Unit, corpus: Corpus, folder: Path) -> Iterator[str]:
             result = finish_run(one, corpus, folder_of_models)
         else:
             trained = one.run.key(corpus)
-            if not (models / trained).is_dir() and not table.find(trained)["diverged"]:
-                raise StudyError(
-                    f"{models / trained} is gone, the model that {one.name}, seed {one.run.seed}, is made of: put it back, or take another FOLDER"
-                )
             folder_of_models = models / one.settings_key(corpus)
             result = finish_stage(one, corpus, table.find(trained), models / trained, folder_of_models)
         table.add(key, result)

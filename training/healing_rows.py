@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ..conversion.errors import ConversionError
 from ..conversion.sink_transfer.calibration import windows_before_test
 from ..conversion.sink_transfer.transfer import TransferOptions, load_tokenizer
+from ..conversion.staging import whole_file
 from ..diagnostics.copying import ordinary_tokens
 
 
@@ -166,10 +167,8 @@ def _write(path: Path, rows: Iterable[list[int]]) -> None:
     """A file that is there is whole: it gets its name when it is finished."""
     if path.is_file():
         return
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         file.writelines(json.dumps({"input_ids": row}) + "\n" for row in rows)
-    unfinished.rename(path)
 
 
 def chat_beginning(tokenizer) -> list[int]:
